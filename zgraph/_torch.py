@@ -1,0 +1,118 @@
+"""Every private PyTorch import of zgraph, with its version branches.
+
+Written against torch 2.11 and 2.13. Each name says what zgraph needs it for.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+# Capture: AOTAutograd as a Dynamo backend, and the min-cut partition.
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import skip_code
+from torch._functorch import config as functorch_config
+from torch._guards import detect_fake_mode
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import optimizer as _optimizer
+from torch.utils import _foreach_utils
+from torch.utils.checkpoint import CheckpointPolicy
+
+__all__ = [
+    "CheckpointPolicy",
+    "CustomPartitionerFn",
+    "FakeTensorMode",
+    "all_gather_flat",
+    "aot_autograd",
+    "compile_fx",
+    "compile_fx_inner",
+    "default_store",
+    "detect_fake_mode",
+    "enable_foreach",
+    "get_hash_for_files",
+    "group_by_name",
+    "make_boxed_func",
+    "min_cut_rematerialization_partition",
+    "raised_recompile_limit",
+    "reduce_scatter_flat",
+    "skip_code",
+    "without_autograd_cache",
+]
+
+
+class GraphCompiler(Protocol):
+    """Compiles one graph, as Inductor's `compile_fx_inner` does."""
+
+    def __call__(
+        self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any
+    ) -> Callable[..., Any]: ...
+
+
+def group_by_name(name: str) -> dist.ProcessGroup:
+    """The process group that a functional collective's group name stands for."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def all_gather_flat(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """All-gather 1-D shards into a 1-D output. torch 2.13 renamed the function."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, shard, group=group)
+
+
+def reduce_scatter_flat(
+    output: torch.Tensor, source: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> None:
+    """Reduce-scatter a 1-D source into this rank's 1-D slice. torch 2.13 renamed the function."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, source, op=op, group=group)
+
+
+def default_store() -> dist.Store:
+    """The store through which the default process group met."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def enable_foreach(cls: type[torch.Tensor]) -> None:
+    """Let optimizers and `clip_grad_norm_` choose their foreach paths for parameters of `cls`.
+
+    torch keeps a list of tensor types that do; DTensor adds itself to it in the same way.
+    """
+    for types in (_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        if cls not in types:
+            types.append(cls)
+
+
+@contextmanager
+def raised_recompile_limit(limit: int) -> Iterator[None]:
+    """Allow at least `limit` graphs for one piece of code.
+
+    Blocks that share code hold different parameters, so each has a graph of its own.
+    """
+    if dynamo_config.recompile_limit >= limit:
+        yield
+        return
+    with dynamo_config.patch(
+        recompile_limit=limit,
+        accumulated_recompile_limit=max(limit, dynamo_config.accumulated_recompile_limit),
+    ):
+        yield
+
+
+def without_autograd_cache() -> Any:
+    """Switch AOTAutograd's cache off for one compilation.
+
+    It would return old graphs without running the passes. Inductor's own cache stays on: its key is
+    the graph that the passes left.
+    """
+    return functorch_config.patch(enable_autograd_cache=False)

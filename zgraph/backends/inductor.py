@@ -1,0 +1,53 @@
+"""inductor: torch.compile's own compiler, with zgraph's passes between its phases.
+
+Inductor calls back twice: for the partition of the joint graph, and for each graph to compile. The
+graph that the passes leave is all that Inductor's cache keys on, so a changed pass never meets an
+old result. What would reorder collectives again is switched off around this compilation only.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from zgraph._torch import CustomPartitionerFn, compile_fx, compile_fx_inner, without_autograd_cache
+from zgraph.backends.base import Hooks
+
+
+class Inductor:
+    """See the module's docstring."""
+
+    def compile(
+        self, module: fx.GraphModule, inputs: Sequence[Any], hooks: Hooks
+    ) -> Callable[..., Any]:
+        def inner(graph: fx.GraphModule, graph_inputs: Sequence[Any], **options: Any) -> Any:
+            if options.get("is_backward"):
+                hooks.finish(graph, "backward")
+            else:
+                hooks.finish(graph, "inference" if options.get("is_inference") else "forward")
+            return compile_fx_inner(graph, graph_inputs, **options)
+
+        settings = {
+            "custom_partitioner_fn": _Partitioner(hooks),
+            # Both move nodes to where memory or locality would be best without collectives.
+            "reorder_for_peak_memory": False,
+            "reorder_for_locality": False,
+        }
+        with without_autograd_cache():
+            return compile_fx(module, list(inputs), inner_compile=inner, config_patches=settings)
+
+
+class _Partitioner(CustomPartitionerFn):
+    """Lets Inductor call `hooks.partition` after its own joint-graph passes."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return self._hooks.partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        # Keys caches of whole compilations, which `compile` switches off; unequal to all others.
+        return None

@@ -1,0 +1,180 @@
+"""Capture: a Dynamo backend that runs the passes on what AOTAutograd captures.
+
+    Dynamo graph ─ AOTAutograd ─▶ joint graph ─ joint passes ─ min-cut ─▶ forward, backward
+    each: schedule passes ─ lowering ─▶ the backend's compiler
+
+A graph captured without gradients is its own forward graph and goes through the same hooks. Every
+captured frame of a model gets a `Frame`, with its own gathers.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zgraph._torch import min_cut_rematerialization_partition
+from zgraph.backends.base import Backend
+from zgraph.ir import ops
+from zgraph.ir.graph import Graph, Stage
+from zgraph.ir.verify import verify
+from zgraph.layout import Layout
+from zgraph.lowering import lower
+from zgraph.passes.base import Pass
+from zgraph.plan import Plan
+from zgraph.runtime.storage import FlatShard
+
+
+@dataclass
+class GraphRecord:
+    """What one scheduled graph does, counted in the graph.
+
+    Attributes:
+        stage: "forward", "backward" or "inference".
+        gathers, scatters, reduces: buffer names, in program order.
+        peak_gathered_bytes: most gathered bytes alive at once.
+        text: the scheduled program.
+    """
+
+    stage: Stage
+    gathers: tuple[str, ...]
+    scatters: tuple[str, ...]
+    reduces: tuple[str, ...]
+    peak_gathered_bytes: int
+    text: str
+
+    @staticmethod
+    def of(graph: Graph) -> "GraphRecord":
+        """Count `graph`, which is scheduled and not yet lowered."""
+        return GraphRecord(
+            graph.stage,
+            tuple(str(n.args[1]) for n in graph.gathers()),
+            tuple(str(n.args[1]) for n in graph.scatters()),
+            tuple(str(n.args[1]) for n in graph.reduces()),
+            graph.peak_live_bytes(),
+            graph.text(),
+        )
+
+
+@dataclass
+class Frame:
+    """One captured frame: its compiled callable, and which inputs are flat shards.
+
+    Attributes:
+        shards: (input position, shard) for each flat shard that the frame reads.
+        trained: names of parameters that get a gradient from this frame, by buffer.
+        graphs: records of the frame's scheduled graphs; backward may come later than forward.
+    """
+
+    shards: list[tuple[int, FlatShard]] = field(default_factory=list)
+    trained: dict[str, frozenset[str]] = field(default_factory=dict)
+    graphs: list[GraphRecord] = field(default_factory=list)
+    compiled: Callable[..., Any] = lambda *inputs: inputs
+
+    def __call__(self, *inputs: Any) -> Any:
+        if not (torch.is_grad_enabled() and self.trained):
+            return self.compiled(*inputs)
+        aliased = list(inputs)
+        shards = _ReceiveGradients.apply(self, *(inputs[position] for position, _ in self.shards))
+        for (position, _), alias in zip(self.shards, shards, strict=True):
+            aliased[position] = alias
+        return self.compiled(*aliased)
+
+
+class _ReceiveGradients(torch.autograd.Function):
+    """Identity on a frame's flat shards; their gradients go to the shards' own accumulators."""
+
+    @staticmethod
+    def forward(ctx: Any, frame: Frame, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.frame = frame
+        ctx.set_materialize_grads(False)
+        return tuple(shard.view_as(shard) for shard in shards)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
+        frame: Frame = ctx.frame
+        for (_, flat), grad in zip(frame.shards, grads, strict=True):
+            names = frame.trained.get(flat.buffer.name)
+            if grad is not None and names:
+                flat.receive(grad.detach(), names)
+        return (None, *(None for _ in grads))
+
+
+class Capture:
+    """The Dynamo backend of one model.
+
+    Attributes:
+        frames: one for each captured graph so far.
+    """
+
+    def __init__(
+        self,
+        passes: Sequence[Pass],
+        plan: Plan,
+        layout: Layout,
+        shards: dict[str, FlatShard],
+        backend: Backend,
+    ) -> None:
+        self.passes = tuple(passes)
+        self.plan = plan
+        self.layout = layout
+        self.shards = shards
+        self.backend = backend
+        self.frames: list[Frame] = []
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        frame = Frame(self._find_shards(module))
+        frame.compiled = self.backend.compile(module, inputs, FrameCompiler(self, frame))
+        self.frames.append(frame)
+        return torch.compiler.disable(frame, reason="a compiled graph is not traced again")
+
+    def _find_shards(self, module: fx.GraphModule) -> list[tuple[int, FlatShard]]:
+        """Inputs that are flat shards: the first arguments of captured `parameter` calls."""
+        positions = {n: i for i, n in enumerate(module.graph.find_nodes(op="placeholder"))}
+        found: dict[int, FlatShard] = {}
+        for node in module.graph.find_nodes(op="call_function", target=ops.parameter):
+            found[positions[node.args[0]]] = self.shards[str(node.args[2])]
+        return list(found.items())
+
+
+class FrameCompiler:
+    """The hooks that a backend calls while it compiles one frame."""
+
+    def __init__(self, capture: Capture, frame: Frame) -> None:
+        self._capture = capture
+        self._frame = frame
+
+    def partition(
+        self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Run the joint passes, then cut the joint graph into forward and backward."""
+        self._joint(module, "joint")
+        return min_cut_rematerialization_partition(module, inputs, **options)
+
+    def finish(self, module: fx.GraphModule, stage: Stage) -> None:
+        """Schedule and lower one graph, in place; `stage` is not "joint"."""
+        if stage == "inference":
+            self._joint(module, stage)
+        graph = Graph(module, stage, self._capture.layout)
+        for item in self._capture.passes:
+            with graph.edited_by(str(item)):
+                item.schedule(graph, self._capture.plan)
+            verify(graph, str(item))
+        self._frame.graphs.append(GraphRecord.of(graph))
+        lower(graph)
+
+    def _joint(self, module: fx.GraphModule, stage: Stage) -> None:
+        graph = Graph(module, stage, self._capture.layout)
+        self._frame.trained = _trained(graph)
+        for item in self._capture.passes:
+            with graph.edited_by(str(item)):
+                item.joint(graph, self._capture.plan)
+            verify(graph, str(item))
+
+
+def _trained(graph: Graph) -> dict[str, frozenset[str]]:
+    found: dict[str, set[str]] = {}
+    for node in graph.nodes(ops.gradient):
+        found.setdefault(str(node.args[2]), set()).add(str(node.args[1]))
+    return {buffer: frozenset(names) for buffer, names in found.items()}

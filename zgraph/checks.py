@@ -1,0 +1,64 @@
+"""Checks of a model and a mesh before anything is changed."""
+
+import gc
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zgraph.errors import ModelError, PassError, nearest
+from zgraph.passes.partition import Partition
+
+
+def model(module: nn.Module) -> None:
+    """Raise `ModelError` if `module` cannot be compiled by zgraph at all."""
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"zg.compile({type(module).__name__}): expected an nn.Module")
+    for name, part in module.named_modules():
+        where = name or "the model"
+        if "_zgraph" in part.__dict__:
+            raise ModelError(
+                f"{where} was compiled by zg.compile already; build the model anew for another pass list"
+            )
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
+            raise ModelError(
+                f"{where} is an {type(part).__name__} with sparse=True: sparse gradients cannot be "
+                "scattered; set sparse=False"
+            )
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ModelError(f"{where} is a ScriptModule; zg.compile needs Python modules")
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ModelError(f"{name} is not initialised; run a lazy module once before zg.compile")
+    _no_optimizer_yet(module)
+
+
+def _no_optimizer_yet(module: nn.Module) -> None:
+    own = set(module.parameters())
+    # gc knows every living optimizer; objects may raise on inspection, so only the type is asked.
+    for candidate in gc.get_objects():
+        if not issubclass(type(candidate), torch.optim.Optimizer):
+            continue
+        held = [p for group in candidate.param_groups for p in group["params"] if p in own]
+        if held:
+            raise ModelError(
+                f"a {type(candidate).__name__} built before zg.compile holds {len(held)} of this "
+                "model's parameters; they are about to be replaced by shards, so it would train "
+                "nothing. Build the optimizer after zg.compile"
+            )
+
+
+def mesh_axes(partition: Partition, mesh: DeviceMesh | None) -> None:
+    """Raise `PassError` if `mesh` lacks an axis that `partition` names."""
+    if mesh is None:
+        return
+    known = mesh.mesh_dim_names or ()
+    for label, axis in (("shard", partition.shard), ("replicate", partition.replicate)):
+        if axis is not None and axis not in known:
+            named = ", ".join(known) or "no named axes: give mesh_dim_names to init_device_mesh"
+            raise PassError(
+                f"Partition({label}={axis!r}): the mesh has no such axis; it has {named}"
+                + (f" ({nearest(axis, known)})" if known else "")
+            )
+    if partition.shard == partition.replicate:
+        raise PassError(f"Partition: {partition.shard!r} cannot be both shard and replicate")

@@ -1,0 +1,175 @@
+"""compile: from a model and a pass list to the same model, compiled and training on shards.
+
+Everything that can be wrong is checked first, on every rank; only then is the model changed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zgraph import checks
+from zgraph._torch import raised_recompile_limit
+from zgraph.backends.base import BackendName, choose
+from zgraph.capture import Capture
+from zgraph.layout import Layout, lay_out
+from zgraph.passes import Group, Partition, Pass, Pipeline, Reshard
+from zgraph.plan import Axis, Plan, describe, units_covering
+from zgraph.runtime import casts
+from zgraph.runtime.agree import agree
+from zgraph.runtime.eager import EagerReads
+from zgraph.runtime.sharding import check_materialisable, shard_model
+from zgraph.runtime.storage import FlatShard, Groups
+
+
+@dataclass(frozen=True)
+class State:
+    """What zgraph keeps with a compiled model, under `model._zgraph`."""
+
+    plan: Plan
+    layout: Layout
+    groups: Groups
+    shards: dict[str, FlatShard]
+    capture: Capture
+    eager_reads: EagerReads
+
+
+def compile(
+    model: nn.Module,
+    passes: Sequence[Pass],
+    mesh: DeviceMesh | None = None,
+    backend: BackendName = "auto",
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+) -> nn.Module:
+    """Compile `model` with a pass list; it then trains on shards.
+
+    Args:
+        model: any module; parameters may be on the meta device, which are then filled unit by unit
+            by their modules' own `reset_parameters`.
+        passes: what to do, in order; see `zgraph.passes`. Without a `Group` pass, `Group.auto()` is
+            used, without `Reshard`, `Reshard(True)`.
+        mesh: devices, with the axes that `Partition` names. None: one process, no collectives, and
+            unless the passes choose dtypes the parameters stay as they are.
+        backend: "inductor", "aot_eager", or "auto" for Inductor where its compilers are at hand.
+        fullgraph, dynamic: as in `torch.compile`.
+
+    Returns:
+        The same module. Build optimizers from its parameters now, not before.
+
+    Raises:
+        PassError, ModelError: passes, mesh or model cannot work together; nothing was changed.
+        RankError: another rank failed or has another plan; nothing was changed, on any rank.
+    """
+    ranks, rank = (mesh.mesh.flatten().tolist(), dist.get_rank()) if mesh else ([0], 0)
+
+    def prepare() -> tuple[Pipeline, Plan]:
+        return _prepare(model, passes, mesh, backend)
+
+    pipeline, plan = agree(ranks, rank, prepare, lambda result: result[1].text())
+    device = _device(mesh, model)
+    layout, groups, reads = lay_out(plan), _groups(mesh, plan), EagerReads()
+    shards: dict[str, FlatShard] = {}
+    if mesh is not None or _changes_dtypes(plan):
+        shards = shard_model(model, plan, layout, groups, device, reads)
+        casts.install(model, plan)
+    capture = Capture(pipeline.passes, plan, layout, shards, choose(backend, device.type))
+    model.__dict__["_zgraph"] = State(plan, layout, groups, shards, capture, reads)
+    model._compiled_call_impl = _compiled_call(model, capture, fullgraph, dynamic)
+    return model
+
+
+def _prepare(
+    model: nn.Module, passes: Sequence[Pass], mesh: DeviceMesh | None, backend: str
+) -> tuple[Pipeline, Plan]:
+    """The finished plan; everything that can be wrong with the arguments is raised here."""
+    checks.model(model)
+    pipeline = Pipeline(_completed(passes))
+    partition = next(item for item in pipeline.passes if isinstance(item, Partition))
+    device = _device(mesh, model)
+    choose(backend, device.type)
+    checks.mesh_axes(partition, mesh)
+    check_materialisable(model)
+    plan = describe(model, device.type)
+    if mesh is not None:
+        plan = plan.changed(
+            shard=_axis(mesh, partition.shard),
+            replicate=_axis(mesh, partition.replicate) if partition.replicate else None,
+        )
+    plan = pipeline.plan(plan)
+    return pipeline, plan.changed(units=units_covering(plan, plan.units))
+
+
+def _completed(passes: Sequence[Pass]) -> list[Pass]:
+    """The list with the default of each choice that nothing makes, behind `Partition`."""
+    completed = list(passes)
+    if not completed:
+        completed = [Partition()]
+    place = next((i + 1 for i, item in enumerate(completed) if isinstance(item, Partition)), None)
+    provided = {word for item in completed if isinstance(item, Pass) for word in item.provides}
+    if place is not None:
+        missing = {"units": Group.auto(), "reshard": Reshard()}
+        completed[place:place] = [item for word, item in missing.items() if word not in provided]
+    elif "gathers" not in provided:
+        completed = [Partition(), Group.auto(), Reshard(), *completed]
+    return completed
+
+
+def _axis(mesh: DeviceMesh, name: str) -> Axis:
+    return Axis(name, mesh[name].size())
+
+
+def _device(mesh: DeviceMesh | None, model: nn.Module) -> torch.device:
+    if mesh is None:
+        parameter = next(iter(model.parameters()), None)
+        device = torch.device("cpu") if parameter is None else parameter.device
+        return torch.device("cpu") if device.type == "meta" else device
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _groups(mesh: DeviceMesh | None, plan: Plan) -> Groups:
+    """Group names of the plan's axes. An axis of one rank needs no collective, so no group."""
+    if mesh is None or plan.shard is None:
+        return Groups()
+    replicate = ""
+    if plan.replicate is not None and plan.replicate.size > 1:
+        replicate = mesh.get_group(plan.replicate.name).group_name
+    if plan.shard.size == 1:
+        return Groups(replicate=replicate)
+    return Groups(
+        shard=mesh.get_group(plan.shard.name).group_name,
+        replicate=replicate,
+        shard_rank=mesh.get_local_rank(plan.shard.name),
+        shard_size=plan.shard.size,
+    )
+
+
+def _changes_dtypes(plan: Plan) -> bool:
+    changed = any(not p.dtype == p.master_dtype == p.param_dtype == p.reduce_dtype for p in plan.partitioned())
+    return changed or plan.cast_inputs is not None or plan.output_dtype is not None
+
+
+def _compiled_call(
+    model: nn.Module, capture: Capture, fullgraph: bool, dynamic: bool | None
+) -> Callable[..., Any]:
+    # Dynamo starts at a function of this file: it would not start inside torch.nn's own files,
+    # where the `forward` of a Sequential lies.
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    compiled = torch.compile(call, backend=capture, fullgraph=fullgraph, dynamic=dynamic)
+    limit = 8 * (2 + len(capture.plan.units))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return model._call_impl(*args, **kwargs)
+        with raised_recompile_limit(limit):
+            return compiled(*args, **kwargs)
+
+    return run

@@ -1,0 +1,33 @@
+"""Settings read from the environment, once, when zgraph is imported."""
+
+import os
+from dataclasses import dataclass
+
+from zgraph.errors import ZGraphError
+
+
+@dataclass(frozen=True)
+class Config:
+    """Process-wide settings.
+
+    Attributes:
+        agree_timeout_s: seconds that a rank waits for the others' plans before it raises.
+    """
+
+    agree_timeout_s: float = 45.0
+
+
+def _positive_seconds(variable: str, default: float) -> float:
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise ZGraphError(f"{variable}={text!r}: expected a number of seconds above 0, such as 45")
+    return value
+
+
+config = Config(agree_timeout_s=_positive_seconds("ZGRAPH_AGREE_TIMEOUT_S", 45.0))

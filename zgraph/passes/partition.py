@@ -1,0 +1,243 @@
+"""Partition: parameters become shards; reading one becomes a gather, its gradient a scatter."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from zgraph.errors import PassError, nearest
+from zgraph.ir import ops
+from zgraph.ir.graph import Graph, is_cast
+from zgraph.layout import Buffer
+from zgraph.passes.base import Pass
+from zgraph.plan import ParameterPlan, Plan
+
+Ignore = Sequence[str] | Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class Partition(Pass):
+    """Split every parameter over a mesh axis.
+
+    With one axis this is ZeRO-3 or FULL_SHARD; with `replicate` too it is HSDP: shards are split
+    over `shard` and repeated over `replicate`, and gradients are averaged over both.
+
+    In the joint graph, the reads of one buffer's parameters become one `gather`, its `wait` and
+    views; their gradients become one `pack`, `scatter` (then a `reduce` over `replicate`) and
+    `wait`. Persistent buffers are read whole, and their gradients are only reduced. In the
+    schedule, a gather stands directly before its first use, a scatter directly after its last
+    gradient, and a scatter is waited for when the next one starts.
+
+    Args:
+        shard: name of the mesh axis to split over.
+        replicate: name of the mesh axis to repeat over, or None.
+        ignore: names of parameters or modules, or a predicate on parameter names. These stay
+            ordinary parameters: not split, not moved, not reduced.
+
+    Raises:
+        PassError: the mesh has no such axis, or `ignore` names nothing.
+    """
+
+    name: ClassVar[str] = "partition"
+    provides: ClassVar[frozenset[str]] = frozenset({"gathers"})
+    conflicts: ClassVar[frozenset[str]] = frozenset({"gathers"})
+
+    shard: str = "shard"
+    replicate: str | None = None
+    ignore: Ignore = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ignore, str):
+            raise PassError(f"Partition(ignore={self.ignore!r}): expected a list of names")
+        if not callable(self.ignore):
+            object.__setattr__(self, "ignore", tuple(self.ignore))
+
+    def plan(self, plan: Plan) -> Plan:
+        ignored = self._ignored(plan)
+        marked = tuple(replace(p, partitioned=p.name not in ignored) for p in plan.parameters)
+        return plan.changed(parameters=marked)
+
+    def joint(self, graph: Graph, plan: Plan) -> None:
+        replicate_group = _Groups(graph)
+        for buffer in graph.layout.buffers:
+            _insert_gather(graph, buffer, replicate_group)
+        _insert_scatters(graph)
+        graph.finish()
+
+    def schedule(self, graph: Graph, plan: Plan) -> None:
+        for node in graph.nodes(ops.whole):
+            _sink(graph, [node, *graph.aliases(node)[0]])
+        for gather in graph.gathers():
+            item = graph.gathered(gather)
+            _sink(graph, [item.gather, item.wait, *item.views])
+        _pipeline_scatters(graph)
+        graph.finish()
+
+    def _ignored(self, plan: Plan) -> set[str]:
+        if callable(self.ignore):
+            return {p.name for p in plan.parameters if self.ignore(p.name)}
+        chosen: set[str] = set()
+        known = [*plan.canonical, *(m.name for m in plan.modules if m.name)]
+        for wanted in self.ignore:
+            found = {
+                canonical
+                for name, canonical in plan.canonical.items()
+                if name == wanted or name.startswith(f"{wanted}.")
+            }
+            if not found:
+                raise PassError(f"Partition(ignore=[{wanted!r}]) matches nothing; {nearest(wanted, known)}")
+            chosen |= found
+        return chosen
+
+
+class _Groups:
+    """Group names per buffer, as the captured nodes of this graph carry them."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._by_buffer: dict[str, tuple[str, tuple[str, ...]]] = {}
+        for node in graph.nodes(ops.parameter, ops.gradient):
+            buffer, (group, sums) = str(node.args[2]), node.args[7:9]
+            self._by_buffer[buffer] = (str(group), tuple(map(str, sums)))
+
+    def __contains__(self, buffer: str) -> bool:
+        return buffer in self._by_buffer
+
+    def __getitem__(self, buffer: str) -> tuple[str, tuple[str, ...]]:
+        return self._by_buffer[buffer]
+
+
+def _insert_gather(graph: Graph, buffer: Buffer, groups: _Groups) -> None:
+    """One gather, or one read of a persistent buffer, for all reads of the buffer's parameters."""
+    reads = [n for n in graph.nodes(ops.parameter) if n.args[2] == buffer.name]
+    if not reads:
+        return
+    first, shard = reads[0], reads[0].args[0]
+    if buffer.persistent:
+        flat = graph.call(
+            ops.whole, shard, buffer.name, buffer.param_dtype, before=first, role="whole"
+        )
+    else:
+        group, _ = groups[buffer.name]
+        pending = graph.call(
+            ops.gather,
+            shard,
+            buffer.name,
+            buffer.numel,
+            buffer.param_dtype,
+            group,
+            before=first,
+            role="gather",
+        )
+        flat = graph.call(ops.wait, pending, before=first, role="wait")
+    aten = torch.ops.aten
+    for read in reads:
+        shape, offset = read.args[3:5]
+        numel = torch.Size(shape).numel()
+        part = graph.call(aten.slice.Tensor, flat, 0, offset, offset + numel, before=read, role="view")
+        view = graph.call(aten.view.default, part, list(shape), before=read, role="view")
+        graph.replace(read, view)
+
+
+def _insert_scatters(graph: Graph) -> None:
+    """One pack and its collectives for all gradients of each flat shard."""
+    output = graph.output()
+    outputs = list(output.args[0])  # type: ignore[arg-type]
+    for index, node in enumerate(outputs):
+        if not isinstance(node, fx.Node):
+            continue
+        gradients = _summands(node)
+        if not gradients:
+            continue
+        outputs[index] = _insert_scatter(graph, gradients)
+    output.args = (tuple(outputs),)
+
+
+def _summands(node: fx.Node) -> list[fx.Node]:
+    """The `gradient` nodes whose sum `node` is; none if it is something else."""
+    if node.target is ops.gradient:
+        return [node]
+    if node.target is not torch.ops.aten.add.Tensor:
+        return []
+    terms = [_summands(term) for term in node.args[:2] if isinstance(term, fx.Node)]
+    return [leaf for term in terms for leaf in term] if len(terms) == 2 and all(terms) else []
+
+
+def _insert_scatter(graph: Graph, gradients: list[fx.Node]) -> fx.Node:
+    """Pack these gradients of one buffer and average them; returns the flat piece gradient."""
+    buffer = next(b for b in graph.layout.buffers if b.name == gradients[0].args[2])
+    group, sum_groups = str(gradients[0].args[7]), gradients[0].args[8]
+    order = graph.positions()
+    by_offset: dict[int, fx.Node] = {}
+    before = max(gradients, key=order.__getitem__)
+    # Two uses of one parameter, tied or not, are summed in compute dtype, as autograd does.
+    for node in sorted(gradients, key=order.__getitem__):
+        grad, offset = node.args[0], int(node.args[3])  # type: ignore[arg-type]
+        held = by_offset.get(offset)
+        by_offset[offset] = grad if held is None else graph.call(  # type: ignore[assignment]
+            torch.ops.aten.add.Tensor, held, grad, before=before, role="sum"
+        )
+    flat = graph.call(
+        ops.pack,
+        [by_offset[offset] for offset in sorted(by_offset)],
+        sorted(by_offset),
+        buffer.name,
+        buffer.numel,
+        buffer.reduce_dtype,
+        before=before,
+        role="pack",
+    )
+    steps = [(ops.scatter, group)] if group else []
+    steps += [(ops.reduce, str(other)) for other in sum_groups]  # type: ignore[union-attr]
+    for op, name in steps:
+        role = "scatter" if op is ops.scatter else "reduce"
+        pending = graph.call(op, flat, buffer.name, name, before=before, role=role)
+        flat = graph.call(ops.wait, pending, before=before, role="wait")
+    if buffer.reduce_dtype != buffer.master_dtype:
+        cast = torch.ops.prims.convert_element_type.default
+        flat = graph.call(cast, flat, buffer.master_dtype, before=before, role="cast")
+    return flat
+
+
+def _sink(graph: Graph, chain: list[fx.Node]) -> None:
+    """Move each node of a chain, last first, to directly before its first reader."""
+    for node in reversed(chain):
+        order = graph.positions()
+        graph.move_before(node, min(node.users, key=order.__getitem__))
+
+
+def _pipeline_scatters(graph: Graph) -> None:
+    """Start each scatter after its last gradient; wait for it when the next one starts.
+
+    So one packed gradient is in flight while the next unit's backward runs. An HSDP all-reduce
+    follows one unit later still, by the same rule.
+    """
+    chains = [_segments(pack) for pack in graph.nodes(ops.pack)]
+    for chain in chains:
+        order = graph.positions()
+        latest = max(chain[0][0].all_input_nodes, key=order.__getitem__)
+        for node in reversed(chain[0]):
+            graph.move_after(node, latest)
+    order = graph.positions()
+    chains.sort(key=lambda chain: order[chain[0][0]])
+    for index, chain in enumerate(chains):
+        for later, segment in enumerate(chain[1:], start=1):
+            ahead = index + later
+            anchor = chains[ahead][0][0] if ahead < len(chains) else graph.output()
+            for node in segment:
+                graph.move_before(node, anchor)
+
+
+def _segments(pack: fx.Node) -> list[list[fx.Node]]:
+    """The chain after a pack, cut before each wait: [[pack, scatter], [wait, reduce], [wait, …]]."""
+    segments, node = [[pack]], pack
+    while len(node.users) == 1:
+        (node,) = node.users
+        if node.target is ops.wait:
+            segments.append([node])
+        elif node.target in (ops.scatter, ops.reduce) or is_cast(node):
+            segments[-1].append(node)
+        else:
+            break
+    return segments

@@ -1,0 +1,106 @@
+"""Reshard: whether gathered parameters are freed after forward, or kept for backward."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from zgraph._torch import CheckpointPolicy
+from zgraph.errors import PassError
+from zgraph.ir import ops
+from zgraph.ir.graph import Gathered, Graph, is_cast, is_view
+from zgraph.passes.base import Pass
+from zgraph.plan import Plan
+
+
+@dataclass(frozen=True)
+class Reshard(Pass):
+    """Free gathered parameters after forward, or keep them.
+
+    In the joint graph each gather, its wait, and every view or cast of it is tagged: for
+    recomputation (`after_forward=True`), so that backward gathers again, what it needs; or to be
+    saved (`False`), so that backward has no gather.
+
+    In the schedule, a unit used twice in one graph with other units between, such as a tied
+    embedding and head, has one long-lived buffer (`keep_between_uses=True`, the fewest gathers) or
+    is gathered anew for each run of uses (`False`, the least memory).
+
+    Raises:
+        PassError: `after_forward` is not a bool.
+    """
+
+    name: ClassVar[str] = "reshard"
+    requires: ClassVar[frozenset[str]] = frozenset({"gathers"})
+    provides: ClassVar[frozenset[str]] = frozenset({"reshard"})
+    conflicts: ClassVar[frozenset[str]] = frozenset({"reshard"})
+
+    after_forward: bool = True
+    keep_between_uses: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.after_forward, bool):
+            raise PassError(f"Reshard(after_forward={self.after_forward!r}): expected True or False")
+
+    def plan(self, plan: Plan) -> Plan:
+        return plan.changed(
+            reshard_after_forward=self.after_forward, keep_between_uses=self.keep_between_uses
+        )
+
+    def joint(self, graph: Graph, plan: Plan) -> None:
+        recompute = CheckpointPolicy.MUST_RECOMPUTE
+        for gather in graph.gathers():
+            item = graph.gathered(gather)
+            kept = recompute if self.after_forward else CheckpointPolicy.MUST_SAVE
+            _tag([gather], recompute)
+            _tag([item.wait], kept)
+            _tag(_views_and_casts(item.wait), recompute)
+        for node in graph.nodes(ops.whole):
+            _tag([node, *_views_and_casts(node)], recompute)
+
+    def schedule(self, graph: Graph, plan: Plan) -> None:
+        if self.keep_between_uses:
+            return
+        for gather in graph.gathers():
+            _regather(graph, graph.gathered(gather))
+        graph.finish()
+
+
+def _tag(nodes: list[fx.Node], policy: CheckpointPolicy) -> None:
+    for node in nodes:
+        node.meta["recompute"] = policy
+        # The partitioner saves what lies between two checkpointed regions; this is one region.
+        node.meta["ac_graph_id"] = 0
+
+
+def _views_and_casts(root: fx.Node) -> list[fx.Node]:
+    found, stack = [], [root]
+    while stack:
+        for user in stack.pop().users:
+            if (is_view(user) or is_cast(user)) and len(user.all_input_nodes) == 1:
+                found.append(user)
+                stack.append(user)
+    return found
+
+
+def _regather(graph: Graph, item: Gathered) -> None:
+    """Give each run of uses, uninterrupted by another gather, a gather of its own."""
+    others = [node for node in graph.gathers() if node is not item.gather]
+    runs: list[list[fx.Node]] = []
+    for use in item.uses:
+        apart = not runs or any(runs[-1][-1] < other < use for other in others)
+        if apart:
+            runs.append([])
+        runs[-1].append(use)
+    for run in runs[1:]:
+        _copy_chain(graph, item, run)
+
+
+def _copy_chain(graph: Graph, item: Gathered, run: list[fx.Node]) -> None:
+    """Copy gather, wait and views in front of `run`, and let the run read the copies."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in (item.gather, item.wait, *item.views):
+        with graph.fx.inserting_before(run[0]):
+            copies[node] = graph.fx.node_copy(node, lambda source: copies.get(source, source))
+    for use in run:
+        for node in (item.wait, *item.views):
+            use.replace_input_with(node, copies[node])

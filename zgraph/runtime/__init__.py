@@ -1,0 +1,1 @@
+"""What lives while a model trains: shards, the parameters users see, and ranks' agreement."""

@@ -1,0 +1,87 @@
+"""Agreement: before anything is changed, every rank learns whether all have the same plan.
+
+Ranks exchange text through the process group's store, never through a collective: a rank that
+failed, or that never came, must not leave the others waiting inside one.
+"""
+
+import difflib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from zgraph._torch import default_store
+from zgraph.config import config
+from zgraph.errors import RankError
+
+T = TypeVar("T")
+_ROUND = "zgraph/rounds"
+
+
+def agree(ranks: list[int], rank: int, make: Callable[[], T], text: Callable[[T], str]) -> T:
+    """Run `make` on every rank and compare `text` of the results.
+
+    Args:
+        ranks: global ranks that must agree; `rank` is this one.
+        make: what to compute; may raise.
+        text: what must be equal, as lines.
+
+    Returns:
+        This rank's own result.
+
+    Raises:
+        RankError: on every rank alike, within `config.agree_timeout_s` of the first: a rank raised
+            (its error is shown), did not come, or differs (the first different line is shown).
+        Exception: what `make` raised, on the rank where it did.
+    """
+    if len(ranks) == 1:
+        return make()
+    store = dist.PrefixStore(_next_round(rank), default_store())
+    try:
+        result = make()
+    except Exception as error:
+        store.set(str(rank), f"error {type(error).__name__}: {error}")
+        raise
+    store.set(str(rank), f"plan {text(result)}")
+    for other in ranks:
+        if other != rank:
+            _compare(rank, text(result), other, _read(store, other))
+    return result
+
+
+def _next_round(rank: int) -> str:
+    """A key of this rank's own count of rounds, the same on ranks that ran the same calls."""
+    count = default_store().add(f"{_ROUND}/{rank}", 1)
+    return f"{_ROUND}/{count}"
+
+
+def _read(store: dist.Store, other: int) -> str:
+    try:
+        store.wait([str(other)], timedelta(seconds=config.agree_timeout_s))
+    except dist.DistError as error:
+        raise RankError(
+            f"rank {other} did not reach zg.compile within {config.agree_timeout_s:g} s of this "
+            "rank; every rank of the mesh must call it, in the same order (the time is "
+            "ZGRAPH_AGREE_TIMEOUT_S)"
+        ) from error
+    return store.get(str(other)).decode()
+
+
+def _compare(rank: int, mine: str, other: int, message: str) -> None:
+    kind, _, theirs = message.partition(" ")
+    if kind == "error":
+        raise RankError(f"rank {other} failed in zg.compile with {theirs}")
+    if theirs == mine:
+        return
+    changed = [
+        line
+        for line in difflib.unified_diff(mine.splitlines(), theirs.splitlines(), n=0, lineterm="")
+        if not line.startswith(("---", "+++", "@@"))
+    ]
+    here = next((line[1:].strip() for line in changed if line.startswith("-")), "nothing")
+    there = next((line[1:].strip() for line in changed if line.startswith("+")), "nothing")
+    raise RankError(
+        f"ranks {rank} and {other} have different plans; first difference: rank {rank} has "
+        f"«{here}», rank {other} has «{there}». Build the same model and pass list on every rank"
+    )

@@ -1,0 +1,94 @@
+"""Reading parameters outside captured code: after a graph break, in a skipped frame, without compile.
+
+The buffer is gathered once and kept until another buffer is read or its shard changes, so modules
+that read one unit in turn gather it once. What autograd saves keeps it alive until backward.
+Every rank decides by the same program, never by what happens to be alive: a rank that reuses a
+buffer while another gathers it would hang.
+"""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zgraph.runtime import collectives
+from zgraph.runtime.storage import FlatShard
+
+if TYPE_CHECKING:
+    from zgraph.runtime.modules import Read
+
+log = logging.getLogger("zgraph")
+
+
+class EagerReads:
+    """The one buffer that a model's eager code holds gathered, and the modules it has named.
+
+    One per model. Attributes:
+        gathers: collectives issued so far, for tests and reports.
+    """
+
+    def __init__(self) -> None:
+        self.gathers = 0
+        self._flat: FlatShard | None = None
+        self._version = -1
+        self._whole: Tensor | None = None
+        self._named: set[str] = set()
+
+    def whole(self, flat: FlatShard) -> Tensor:
+        """The gathered buffer of `flat` in compute dtype, 1-D."""
+        version = flat.data._version
+        if self._whole is None or self._flat is not flat or self._version != version:
+            self.release()
+            with torch.no_grad():
+                shard = flat.data.detach().to(flat.buffer.param_dtype)
+                group = flat.groups.gather_group(flat.buffer)
+                self._whole = collectives.all_gather(shard, group)
+            self.gathers += bool(group)
+            self._flat, self._version = flat, version
+        return self._whole
+
+    def release(self) -> None:
+        """Let go of the buffer."""
+        self._flat, self._whole = None, None
+
+    def name_once(self, module: str) -> None:
+        """Say once for each module that it reads outside captured code."""
+        if module not in self._named:
+            self._named.add(module)
+            log.warning(
+                "%s reads its parameters outside a captured graph (a graph break, or a call that "
+                "torch.compile skipped): they are gathered eagerly, without prefetch",
+                module or "the model",
+            )
+
+
+def read(source: "Read") -> Tensor:
+    """The whole parameter in compute dtype, differentiable."""
+    reads: EagerReads = source.flat.eager_reads
+    reads.name_once(source.module)
+    whole = reads.whole(source.flat)
+    return _EagerParameter.apply(source.flat.data, whole, source)
+
+
+class _EagerParameter(torch.autograd.Function):
+    """A view of the gathered buffer whose gradient goes to the flat shard's."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, whole: Tensor, source: "Read") -> Tensor:
+        ctx.source = source
+        slot = source.slot
+        return whole[slot.offset : slot.offset + slot.numel].view(slot.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        flat, slot = ctx.source.flat, ctx.source.slot
+        buffer, groups = flat.buffer, flat.groups
+        mean = grad.reshape(-1).to(buffer.reduce_dtype)
+        # One parameter alone: an all-reduce, since its elements may lie on any of the ranks.
+        gather_group = groups.gather_group(buffer)
+        for group in (gather_group, *groups.sum_groups(buffer)):
+            mean = collectives.all_reduce_mean(mean, group)
+        _, start, length = buffer.piece(slot, groups.shard_rank)
+        flat.receive_piece(slot.name, mean[start : start + length].to(buffer.master_dtype))
+        return None, None, None

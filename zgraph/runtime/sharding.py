@@ -1,0 +1,178 @@
+"""From a model and its plan to shards: the one place where a model is changed.
+
+Units are taken one at a time: materialised if they are on the meta device, copied piece by piece
+into the flat shard, and freed, so that a rank never holds more than its shards and one unit beyond
+what the model itself held before.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zgraph._torch import group_by_name
+from zgraph.errors import ModelError
+from zgraph.layout import Layout, Slot
+from zgraph.plan import Plan, Unit
+from zgraph.runtime import modules
+from zgraph.runtime.eager import EagerReads
+from zgraph.runtime.parameter import Piece, ShardedParameter
+from zgraph.runtime.storage import FlatShard, Groups
+
+Owner = tuple[str, nn.Module, str]  # module name, module, attribute
+
+
+def shard_model(
+    model: nn.Module,
+    plan: Plan,
+    layout: Layout,
+    groups: Groups,
+    device: torch.device,
+    eager_reads: EagerReads,
+) -> dict[str, FlatShard]:
+    """Replace the partitioned parameters of `model` by `ShardedParameter`s, in place.
+
+    Returns:
+        The flat shards by buffer name.
+    """
+    owners = _owners(model, plan)
+    shards: dict[str, FlatShard] = {}
+    for unit in plan.units:
+        _materialise(owners, unit, device)
+        for buffer in layout.buffers:
+            if buffer.unit != unit.name:
+                continue
+            flat = FlatShard(buffer, groups, device, eager_reads)
+            for slot in buffer.slots:
+                _, module, attribute = owners[slot.name][0]
+                whole = module._parameters[attribute]
+                assert whole is not None
+                flat.fill(slot, whole)
+                _replace(owners[slot.name], ShardedParameter(*_piece(flat, slot)))
+                del whole
+            _repeat_first_replica(flat)
+            shards[buffer.name] = flat
+    _install(model, owners, layout, shards)
+    _move_the_rest(model, device)
+    return shards
+
+
+def check_materialisable(model: nn.Module) -> None:
+    """Raise `ModelError` if a meta module cannot be built: it has no `reset_parameters`."""
+    for name, module in model.named_modules():
+        own = [*module._parameters.values(), *module._buffers.values()]
+        if any(t is not None and t.is_meta for t in own) and not hasattr(module, "reset_parameters"):
+            raise ModelError(
+                f"{name or 'the model'} ({type(module).__name__}) is on the meta device and has no "
+                "reset_parameters(); add one that fills its direct parameters and buffers, or "
+                "build the model on a real device"
+            )
+
+
+def _owners(model: nn.Module, plan: Plan) -> dict[str, list[Owner]]:
+    """Every place where each partitioned parameter is registered, by canonical name."""
+    canonical, wanted = plan.canonical, {p.name for p in plan.partitioned()}
+    owners: dict[str, list[Owner]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module._parameters.items():
+            full = canonical.get(f"{name}.{attribute}" if name else attribute)
+            if parameter is not None and full in wanted:
+                owners.setdefault(full, []).append((name, module, attribute))
+    return owners
+
+
+def _materialise(owners: dict[str, list[Owner]], unit: Unit, device: torch.device) -> None:
+    """Give meta modules that own parameters of the unit storage, and let them fill it.
+
+    All of a module's direct parameters at once, since its `reset_parameters` fills them all.
+    """
+    places = {
+        parameter: rest
+        for rest in owners.values()
+        for _, module, attribute in rest[:1]
+        if (parameter := module._parameters[attribute]) is not None and parameter.is_meta
+    }
+    found: dict[nn.Module, None] = {}
+    for name in unit.parameters:
+        found.update({module: None for _, module, _ in owners[name]})
+    stale = [m for m in found if any(p is not None and p.is_meta for p in m._parameters.values())]
+    for module in stale:
+        for parameter in list(module._parameters.values()):
+            if parameter is not None and parameter.is_meta:
+                whole = nn.Parameter(
+                    torch.empty_like(parameter, device=device), parameter.requires_grad
+                )
+                _replace(places[parameter], whole)
+    for module in stale:
+        _fill_meta_module(module, device)
+
+
+def _fill_meta_module(module: nn.Module, device: torch.device) -> None:
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[key] = torch.empty_like(buffer, device=device)
+    with torch.no_grad():
+        module.reset_parameters()  # type: ignore[operator]
+
+
+def _replace(places: list[Owner], parameter: torch.Tensor) -> None:
+    for _, module, attribute in places:
+        module._parameters[attribute] = parameter  # type: ignore[assignment]
+
+
+def _piece(flat: FlatShard, slot: Slot) -> tuple[torch.Tensor, Piece, FlatShard, bool]:
+    _, start, length = flat.buffer.piece(slot, flat.groups.shard_rank)
+    piece = Piece(
+        name=slot.name,
+        shape=slot.shape,
+        start=start,
+        length=length,
+        offset=slot.offset,
+        shard_numel=flat.buffer.shard_numel,
+        group=flat.groups.gather_group(flat.buffer),
+    )
+    return flat.piece(slot), piece, flat, flat.buffer.requires_grad
+
+
+def _repeat_first_replica(flat: FlatShard) -> None:
+    """What lies on several ranks must be equal: the first rank's values count.
+
+    Slices of one buffer may come from differently seeded ranks; copies of one slice may not.
+    """
+    groups = (flat.groups.shard if flat.buffer.persistent else "", flat.groups.replicate)
+    for name in groups:
+        if name:
+            group = group_by_name(name)
+            dist.broadcast(flat.data.detach(), dist.get_global_rank(group, 0), group=group)
+
+
+def _install(
+    model: nn.Module, owners: dict[str, list[Owner]], layout: Layout, shards: dict[str, FlatShard]
+) -> None:
+    reads: dict[nn.Module, dict[str, modules.Read]] = {}
+    for buffer, slot in layout.slots():
+        for name, module, attribute in owners[slot.name]:
+            read = modules.Read.of(shards[buffer.name], slot, name)
+            reads.setdefault(module, {})[attribute] = read
+    tied = {name for name, places in owners.items() if len(places) > 1}
+    with_tied = [name for key in tied for name, _, _ in owners[key]]
+    for name, module in model.named_modules():
+        has_tied = any(name in ("", other) or other.startswith(f"{name}.") for other in with_tied)
+        if module in reads or has_tied:
+            modules.install(module, reads.get(module, {}), has_tied)
+
+
+def _move_the_rest(model: nn.Module, device: torch.device) -> None:
+    """Move buffers, and build modules that were left on the meta device (they own no shards)."""
+    for module in model.modules():
+        if any(b is not None and b.is_meta for b in module._buffers.values()):
+            _fill_meta_module(module, device)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[key] = buffer.to(device)
+
+
+def unsharded(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that stayed ordinary ones."""
+    return ((n, p) for n, p in model.named_parameters() if not isinstance(p, ShardedParameter))
