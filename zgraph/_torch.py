@@ -3,13 +3,12 @@
 Written against torch 2.11 and 2.13. Each name says what zgraph needs it for.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
 
 # Capture: AOTAutograd as a Dynamo backend, and the min-cut partition.
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
@@ -19,8 +18,8 @@ from torch._dynamo.eval_frame import skip_code
 from torch._functorch import config as functorch_config
 from torch._guards import detect_fake_mode
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._ops import OpOverload
 from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils
 from torch.utils.checkpoint import CheckpointPolicy
@@ -28,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 __all__ = [
     "CheckpointPolicy",
     "CustomPartitionerFn",
-    "FakeTensorMode",
+    "OpOverload",
     "all_gather_flat",
     "aot_autograd",
     "compile_fx",
@@ -36,7 +35,6 @@ __all__ = [
     "default_store",
     "detect_fake_mode",
     "enable_foreach",
-    "get_hash_for_files",
     "group_by_name",
     "make_boxed_func",
     "min_cut_rematerialization_partition",
@@ -45,14 +43,6 @@ __all__ = [
     "skip_code",
     "without_autograd_cache",
 ]
-
-
-class GraphCompiler(Protocol):
-    """Compiles one graph, as Inductor's `compile_fx_inner` does."""
-
-    def __call__(
-        self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any
-    ) -> Callable[..., Any]: ...
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:
@@ -69,7 +59,10 @@ def all_gather_flat(output: torch.Tensor, shard: torch.Tensor, group: dist.Proce
 
 
 def reduce_scatter_flat(
-    output: torch.Tensor, source: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+    output: torch.Tensor,
+    source: torch.Tensor,
+    op: dist.ReduceOp.RedOpType,
+    group: dist.ProcessGroup,
 ) -> None:
     """Reduce-scatter a 1-D source into this rank's 1-D slice. torch 2.13 renamed the function."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -76,10 +76,15 @@ class Frame:
         if not (torch.is_grad_enabled() and self.trained):
             return self.compiled(*inputs)
         aliased = list(inputs)
-        shards = _ReceiveGradients.apply(self, *(inputs[position] for position, _ in self.shards))
-        for (position, _), alias in zip(self.shards, shards, strict=True):
+        trained = self.trained_shards()
+        aliases = _ReceiveGradients.apply(self, *(inputs[position] for position, _ in trained))
+        for (position, _), alias in zip(trained, aliases, strict=True):
             aliased[position] = alias
         return self.compiled(*aliased)
+
+    def trained_shards(self) -> list[tuple[int, FlatShard]]:
+        """Those of `shards` that get a gradient from this frame."""
+        return [(at, flat) for at, flat in self.shards if flat.buffer.name in self.trained]
 
 
 class _ReceiveGradients(torch.autograd.Function):
@@ -94,10 +99,9 @@ class _ReceiveGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
         frame: Frame = ctx.frame
-        for (_, flat), grad in zip(frame.shards, grads, strict=True):
-            names = frame.trained.get(flat.buffer.name)
-            if grad is not None and names:
-                flat.receive(grad.detach(), names)
+        for (_, flat), grad in zip(frame.trained_shards(), grads, strict=True):
+            if grad is not None:
+                flat.receive(grad.detach(), frame.trained[flat.buffer.name])
         return (None, *(None for _ in grads))
 
 
@@ -144,12 +148,14 @@ class FrameCompiler:
     def __init__(self, capture: Capture, frame: Frame) -> None:
         self._capture = capture
         self._frame = frame
+        self._user_outputs: int | None = None
 
     def partition(
         self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Run the joint passes, then cut the joint graph into forward and backward."""
         self._joint(module, "joint")
+        self._user_outputs = options["num_fwd_outputs"]
         return min_cut_rematerialization_partition(module, inputs, **options)
 
     def finish(self, module: fx.GraphModule, stage: Stage) -> None:
@@ -157,10 +163,11 @@ class FrameCompiler:
         if stage == "inference":
             self._joint(module, stage)
         graph = Graph(module, stage, self._capture.layout)
+        graph.user_outputs = self._user_outputs
         for item in self._capture.passes:
             with graph.edited_by(str(item)):
                 item.schedule(graph, self._capture.plan)
-            verify(graph, str(item))
+            verify(graph, self._capture.plan, str(item))
         self._frame.graphs.append(GraphRecord.of(graph))
         lower(graph)
 
@@ -170,7 +177,7 @@ class FrameCompiler:
         for item in self._capture.passes:
             with graph.edited_by(str(item)):
                 item.joint(graph, self._capture.plan)
-            verify(graph, str(item))
+            verify(graph, self._capture.plan, str(item))
 
 
 def _trained(graph: Graph) -> dict[str, frozenset[str]]:

@@ -35,17 +35,25 @@ def model(module: nn.Module) -> None:
 
 def _no_optimizer_yet(module: nn.Module) -> None:
     own = set(module.parameters())
+    if _optimizers_of(own):
+        gc.collect()  # one that only a cycle or an old traceback keeps alive trains nothing
+    for name, count in _optimizers_of(own):
+        raise ModelError(
+            f"a {name} built before zg.compile holds {count} of this model's parameters; they are "
+            "about to be replaced by shards, so it would train nothing. Build the optimizer after "
+            "zg.compile"
+        )
+
+
+def _optimizers_of(own: set[nn.Parameter]) -> list[tuple[str, int]]:
+    """(class, number of parameters in `own`) of each living optimizer that holds any."""
+    found: list[tuple[str, int]] = []
     # gc knows every living optimizer; objects may raise on inspection, so only the type is asked.
     for candidate in gc.get_objects():
-        if not issubclass(type(candidate), torch.optim.Optimizer):
-            continue
-        held = [p for group in candidate.param_groups for p in group["params"] if p in own]
-        if held:
-            raise ModelError(
-                f"a {type(candidate).__name__} built before zg.compile holds {len(held)} of this "
-                "model's parameters; they are about to be replaced by shards, so it would train "
-                "nothing. Build the optimizer after zg.compile"
-            )
+        if issubclass(type(candidate), torch.optim.Optimizer):
+            held = [p for group in candidate.param_groups for p in group["params"] if p in own]
+            found += [(type(candidate).__name__, len(held))] if held else []
+    return found
 
 
 def mesh_axes(partition: Partition, mesh: DeviceMesh | None) -> None:

@@ -107,15 +107,13 @@ def _prepare(
 def _completed(passes: Sequence[Pass]) -> list[Pass]:
     """The list with the default of each choice that nothing makes, behind `Partition`."""
     completed = list(passes)
-    if not completed:
-        completed = [Partition()]
-    place = next((i + 1 for i, item in enumerate(completed) if isinstance(item, Partition)), None)
     provided = {word for item in completed if isinstance(item, Pass) for word in item.provides}
+    if "gathers" not in provided:
+        completed.insert(0, Partition())
+    place = next((i + 1 for i, item in enumerate(completed) if isinstance(item, Partition)), None)
     if place is not None:
         missing = {"units": Group.auto(), "reshard": Reshard()}
         completed[place:place] = [item for word, item in missing.items() if word not in provided]
-    elif "gathers" not in provided:
-        completed = [Partition(), Group.auto(), Reshard(), *completed]
     return completed
 
 
@@ -151,7 +149,9 @@ def _groups(mesh: DeviceMesh | None, plan: Plan) -> Groups:
 
 
 def _changes_dtypes(plan: Plan) -> bool:
-    changed = any(not p.dtype == p.master_dtype == p.param_dtype == p.reduce_dtype for p in plan.partitioned())
+    changed = any(
+        not p.dtype == p.master_dtype == p.param_dtype == p.reduce_dtype for p in plan.partitioned()
+    )
     return changed or plan.cast_inputs is not None or plan.output_dtype is not None
 
 

@@ -184,7 +184,9 @@ class Plan:
 
 
 def _parameter_line(p: ParameterPlan) -> str:
-    traits = [word for word, on in (("persistent", p.persistent), ("frozen", not p.requires_grad)) if on]
+    traits = [
+        word for word, on in (("persistent", p.persistent), ("frozen", not p.requires_grad)) if on
+    ]
     tied = f" = {' = '.join(p.aliases)}" if p.aliases else ""
     dtypes = f"{p.master_dtype}/{p.param_dtype}/{p.reduce_dtype}".replace("torch.", "")
     return f"{p.name}{tied} {list(p.shape)} {dtypes} {' '.join(traits)}".rstrip()
@@ -245,7 +247,19 @@ def units_covering(plan: Plan, claimed: Sequence[Unit]) -> tuple[Unit, ...]:
             units.append(unit)
     if run:
         units.append(_rest_unit(plan, run))
-    return tuple(units)
+    return tuple(_distinctly_named(units))
+
+
+def _distinctly_named(units: Sequence[Unit]) -> Iterator[Unit]:
+    """Two runs between the parameters of one module bear its name: the second becomes "name#2"."""
+    taken: set[str] = set()
+    for unit in units:
+        name, count = unit.name, 1
+        while name in taken:
+            count += 1
+            name = f"{unit.name}#{count}"
+        taken.add(name)
+        yield replace(unit, name=name)
 
 
 def _rest_unit(plan: Plan, names: Sequence[str]) -> Unit:

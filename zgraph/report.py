@@ -94,7 +94,14 @@ class Report:
         """The units as a table for a terminal."""
         table = Table(title="plan: " + " ".join(self.plan.passes))
         table.add_column("unit")
-        headings = ("parameters", "bytes per rank", "bytes gathered", "gathers", "scatters", "reduces")
+        headings = (
+            "parameters",
+            "bytes per rank",
+            "bytes gathered",
+            "gathers",
+            "scatters",
+            "reduces",
+        )
         for heading in headings:
             table.add_column(heading, justify="right")
         for row in self.units():

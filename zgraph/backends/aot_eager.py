@@ -20,7 +20,9 @@ class AotEager:
     def compile(
         self, module: fx.GraphModule, inputs: Sequence[Any], hooks: Hooks
     ) -> Callable[..., Any]:
-        def compiler(graph: fx.GraphModule, _: Sequence[Any], *, stage: Stage) -> Callable[..., Any]:
+        def compiler(
+            graph: fx.GraphModule, _: Sequence[Any], *, stage: Stage
+        ) -> Callable[..., Any]:
             hooks.finish(graph, stage)
             return make_boxed_func(graph)
 

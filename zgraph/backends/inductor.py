@@ -48,6 +48,10 @@ class _Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         return self._hooks.partition(gm, joint_inputs, **kwargs)
 
-    def uuid(self) -> Any:
-        # Keys caches of whole compilations, which `compile` switches off; unequal to all others.
-        return None
+    def uuid(self) -> str:
+        return "zgraph"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Inductor pickles its settings into its cache's key. The partition is not part of what it
+        # caches: the graph is, and it comes after the partition.
+        return {}

@@ -15,7 +15,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from zgraph._torch import detect_fake_mode
+from zgraph._torch import OpOverload, detect_fake_mode
 from zgraph.ir import ops
 from zgraph.layout import Layout
 
@@ -31,7 +31,7 @@ def is_view(node: Node) -> bool:
     target = node.target
     if node.op != "call_function":
         return False
-    return target in _UNMARKED_VIEWS or (isinstance(target, torch._ops.OpOverload) and target.is_view)
+    return target in _UNMARKED_VIEWS or (isinstance(target, OpOverload) and target.is_view)
 
 
 def is_cast(node: Node) -> bool:
@@ -68,12 +68,15 @@ class Graph:
         stage: "joint" before the partition; "forward" and "backward" after it; "inference" for a
             graph captured without gradients, which is its own joint graph.
         layout: buffers, for names, sizes and units.
+        user_outputs: how many of a forward graph's first outputs the model returns; the rest is
+            saved for backward. None where nothing is saved.
     """
 
     def __init__(self, module: GraphModule, stage: Stage, layout: Layout) -> None:
         self.module = module
         self.stage: Stage = stage
         self.layout = layout
+        self.user_outputs: int | None = None
         self._stamp = ""
         self._units = {buffer.name: buffer.unit for buffer in layout.buffers}
 

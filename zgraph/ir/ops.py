@@ -76,7 +76,9 @@ def _gradient(
     sum_groups: Sequence[str],
 ) -> Tensor:
     numel = shard_numel * collectives.size(group)
-    flat = collectives.reduce_scatter_mean(_pack([grad], [offset], buffer, numel, reduce_dtype), group)
+    flat = collectives.reduce_scatter_mean(
+        _pack([grad], [offset], buffer, numel, reduce_dtype), group
+    )
     for other in sum_groups:
         flat = collectives.all_reduce_mean(flat, other)
     return flat.to(dtype)
@@ -125,51 +127,51 @@ for _name, _kernel in {
 
 
 @torch.library.register_fake("zgraph::parameter", lib=LIBRARY)
-def _(shard, name, buffer, shape, offset, dtype, reduce_dtype, group, sum_groups):  # noqa: ANN
+def _(shard, name, buffer, shape, offset, dtype, reduce_dtype, group, sum_groups):
     return shard.new_empty(shape, dtype=dtype)
 
 
 @torch.library.register_fake("zgraph::gradient", lib=LIBRARY)
-def _(grad, name, buffer, offset, shard_numel, reduce_dtype, dtype, group, sum_groups):  # noqa: ANN
+def _(grad, name, buffer, offset, shard_numel, reduce_dtype, dtype, group, sum_groups):
     return grad.new_empty(shard_numel, dtype=dtype)
 
 
 @torch.library.register_fake("zgraph::gather", lib=LIBRARY)
-def _(shard, buffer, numel, dtype, group):  # noqa: ANN
+def _(shard, buffer, numel, dtype, group):
     return shard.new_empty(numel, dtype=dtype)
 
 
 @torch.library.register_fake("zgraph::whole", lib=LIBRARY)
-def _(shard, buffer, dtype):  # noqa: ANN
+def _(shard, buffer, dtype):
     return shard.new_empty(shard.shape, dtype=dtype)
 
 
 @torch.library.register_fake("zgraph::pack", lib=LIBRARY)
-def _(grads, offsets, buffer, numel, dtype):  # noqa: ANN
+def _(grads, offsets, buffer, numel, dtype):
     return grads[0].new_empty(numel, dtype=dtype)
 
 
 @torch.library.register_fake("zgraph::scatter", lib=LIBRARY)
-def _(flat, buffer, group):  # noqa: ANN
+def _(flat, buffer, group):
     return flat.new_empty(flat.numel() // collectives.size(group))
 
 
 @torch.library.register_fake("zgraph::reduce", lib=LIBRARY)
-def _(flat, buffer, group):  # noqa: ANN
+def _(flat, buffer, group):
     return torch.empty_like(flat)
 
 
 @torch.library.register_fake("zgraph::wait", lib=LIBRARY)
-def _(pending):  # noqa: ANN
+def _(pending):
     return torch.empty_like(pending)
 
 
-def _remember(ctx, inputs, output) -> None:  # noqa: ANN001
+def _remember(ctx, inputs, output) -> None:
     shard, ctx.name, ctx.buffer, _, ctx.offset, _, ctx.reduce_dtype, ctx.group, ctx.sums = inputs
     ctx.shard_numel, ctx.dtype = shard.numel(), shard.dtype
 
 
-def _parameter_backward(ctx, grad: Tensor):  # noqa: ANN001, ANN202
+def _parameter_backward(ctx, grad: Tensor):
     flat = torch.ops.zgraph.gradient(
         grad,
         ctx.name,

@@ -125,7 +125,8 @@ def _check_contracts(passes: Sequence[Pass]) -> None:
             )
         for word in sorted(item.requires - provided.keys()):
             later = next((p for p in passes[index + 1 :] if word in p.provides), None)
-            cure = f"move {later} before it" if later else f"add {_PROVIDERS[word]} before it"
+            provider = _PROVIDERS.get(word, f"a pass that provides {word}")
+            cure = f"move {later} before it" if later else f"add {provider} before it"
             raise PassError(f"{item} requires {word}; no earlier pass provides them: {cure}")
         provided.update(dict.fromkeys(item.provides, item))
 

@@ -12,7 +12,7 @@ from zgraph.ir import ops
 from zgraph.ir.graph import Graph, is_cast
 from zgraph.layout import Buffer
 from zgraph.passes.base import Pass
-from zgraph.plan import ParameterPlan, Plan
+from zgraph.plan import Plan
 
 Ignore = Sequence[str] | Callable[[str], bool]
 
@@ -87,7 +87,9 @@ class Partition(Pass):
                 if name == wanted or name.startswith(f"{wanted}.")
             }
             if not found:
-                raise PassError(f"Partition(ignore=[{wanted!r}]) matches nothing; {nearest(wanted, known)}")
+                raise PassError(
+                    f"Partition(ignore=[{wanted!r}]) matches nothing; {nearest(wanted, known)}"
+                )
             chosen |= found
         return chosen
 
@@ -135,7 +137,9 @@ def _insert_gather(graph: Graph, buffer: Buffer, groups: _Groups) -> None:
     for read in reads:
         shape, offset = read.args[3:5]
         numel = torch.Size(shape).numel()
-        part = graph.call(aten.slice.Tensor, flat, 0, offset, offset + numel, before=read, role="view")
+        part = graph.call(
+            aten.slice.Tensor, flat, 0, offset, offset + numel, before=read, role="view"
+        )
         view = graph.call(aten.view.default, part, list(shape), before=read, role="view")
         graph.replace(read, view)
 
@@ -175,8 +179,12 @@ def _insert_scatter(graph: Graph, gradients: list[fx.Node]) -> fx.Node:
     for node in sorted(gradients, key=order.__getitem__):
         grad, offset = node.args[0], int(node.args[3])  # type: ignore[arg-type]
         held = by_offset.get(offset)
-        by_offset[offset] = grad if held is None else graph.call(  # type: ignore[assignment]
-            torch.ops.aten.add.Tensor, held, grad, before=before, role="sum"
+        by_offset[offset] = (
+            grad
+            if held is None
+            else graph.call(  # type: ignore[assignment]
+                torch.ops.aten.add.Tensor, held, grad, before=before, role="sum"
+            )
         )
     flat = graph.call(
         ops.pack,

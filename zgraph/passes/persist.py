@@ -36,7 +36,9 @@ class Persist(Pass):
         for label, value in (("max_numel", self.max_numel), ("max_total", self.max_total)):
             whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
             if not (whole or (label == "max_total" and value is None)):
-                raise PassError(f"Persist({label}={value!r}): expected a number of elements, 0 or more")
+                raise PassError(
+                    f"Persist({label}={value!r}): expected a number of elements, 0 or more"
+                )
 
     def plan(self, plan: Plan) -> Plan:
         total = 0

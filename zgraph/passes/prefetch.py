@@ -15,8 +15,8 @@ from zgraph.plan import Plan
 class Prefetch(Pass):
     """Start each gather `units` units before the first use of what it gathers.
 
-    A gather moves up to behind the wait of the unit `units` places ahead of it in order of use, but
-    not above the last use of the unit before that one, so that at most `units + 1` gathered units
+    All gathers of a unit start together. They move up to behind the wait of the unit `units`
+    places ahead in order of use, but not above the last use of the unit before that one, so that at most `units + 1` gathered units
     are alive at a time (units that stay alive to the end of the graph come on top). Collectives
     keep their order.
 
@@ -40,7 +40,9 @@ class Prefetch(Pass):
         for label, value in (("units", self.units), ("backward_units", self.backward_units)):
             count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
             if not (count or (label == "backward_units" and value is None)):
-                raise PassError(f"Prefetch({label}={value!r}): expected a number of units, 0 or more")
+                raise PassError(
+                    f"Prefetch({label}={value!r}): expected a number of units, 0 or more"
+                )
 
     def plan(self, plan: Plan) -> Plan:
         backward = self.units if self.backward_units is None else self.backward_units
@@ -55,6 +57,9 @@ class Prefetch(Pass):
 
 def _hoist(graph: Graph, ahead: int) -> None:
     turns = _turns(graph)
+    for turn in turns:
+        for gather in reversed(turn[1:]):
+            graph.move_after(gather, turn[0])
     for index in range(1, len(turns)):
         leader = turns[max(0, index - ahead)]
         anchor = max(graph.gathered(gather).wait for gather in leader)

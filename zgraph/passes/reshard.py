@@ -39,7 +39,9 @@ class Reshard(Pass):
 
     def __post_init__(self) -> None:
         if not isinstance(self.after_forward, bool):
-            raise PassError(f"Reshard(after_forward={self.after_forward!r}): expected True or False")
+            raise PassError(
+                f"Reshard(after_forward={self.after_forward!r}): expected True or False"
+            )
 
     def plan(self, plan: Plan) -> Plan:
         return plan.changed(

@@ -191,7 +191,12 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     def local(value: Any) -> Any:
         if isinstance(value, ShardedParameter):
             return value._local
-        if isinstance(value, Tensor) and not lists and value.dim() and tuple(value.shape) == piece.shape:
+        if (
+            isinstance(value, Tensor)
+            and not lists
+            and value.dim()
+            and tuple(value.shape) == piece.shape
+        ):
             return piece.of(value)
         if isinstance(value, Tensor) and not lists and value.dim():
             raise _needs_whole(func, args, kwargs)

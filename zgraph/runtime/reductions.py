@@ -36,11 +36,15 @@ def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> li
     pieces = [t._local if dtype is None else t._local.to(dtype) for t in tensors]
     groups = [t._piece.group for t in tensors]
     if order == -math.inf:
-        raise WholeTensorError("the -inf norm of a sharded tensor is not supported; use full_tensor()")
+        raise WholeTensorError(
+            "the -inf norm of a sharded tensor is not supported; use full_tensor()"
+        )
     if order == math.inf:
         local = [p.abs().amax() if p.numel() else p.new_zeros(()) for p in pieces]
         return list(_combine(torch.stack(local), groups, dist.ReduceOp.MAX).unbind())
-    values = torch.stack(torch._foreach_norm(pieces, order) if order else [p.count_nonzero() for p in pieces])
+    values = torch.stack(
+        torch._foreach_norm(pieces, order) if order else [p.count_nonzero() for p in pieces]
+    )
     if not any(groups):
         return list(values.unbind())
     if order in (0, 1):
@@ -70,7 +74,9 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 
 def _scalar(
-    reduce: Callable[[Tensor], Tensor], op: dist.ReduceOp.RedOpType, empty: Callable[[Tensor], Tensor]
+    reduce: Callable[[Tensor], Tensor],
+    op: dist.ReduceOp.RedOpType,
+    empty: Callable[[Tensor], Tensor],
 ) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Tensor]:
     """A reduction of one whole tensor to a 0-dim result."""
 

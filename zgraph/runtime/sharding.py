@@ -62,7 +62,9 @@ def check_materialisable(model: nn.Module) -> None:
     """Raise `ModelError` if a meta module cannot be built: it has no `reset_parameters`."""
     for name, module in model.named_modules():
         own = [*module._parameters.values(), *module._buffers.values()]
-        if any(t is not None and t.is_meta for t in own) and not hasattr(module, "reset_parameters"):
+        if any(t is not None and t.is_meta for t in own) and not hasattr(
+            module, "reset_parameters"
+        ):
             raise ModelError(
                 f"{name or 'the model'} ({type(module).__name__}) is on the meta device and has no "
                 "reset_parameters(); add one that fills its direct parameters and buffers, or "

@@ -60,6 +60,8 @@ class FlatShard:
         self.eager_reads = eager_reads
         zeros = torch.zeros(buffer.shard_numel, dtype=buffer.master_dtype, device=device)
         self.data = nn.Parameter(zeros, requires_grad=buffer.requires_grad)
+        if buffer.requires_grad:
+            self.data.register_post_accumulate_grad_hook(self._adopt)
         self.grad: Tensor | None = None
         self.received: set[str] = set()
         self._pieces = {slot.name: self._span(slot) for slot in buffer.slots}
@@ -104,6 +106,15 @@ class FlatShard:
         start, stop = self._pieces[name]
         self.grad[start:stop].add_(grad)
         self.received.add(name)
+
+    def _adopt(self, data: Tensor) -> None:
+        """Take a gradient that autograd left on the leaf: one from a compiler that is not zgraph's,
+        around a model that is. Which parameters it used is not known there, so all count.
+
+        Autograd also calls this when zgraph itself has taken the gradient, with none left."""
+        if data.grad is not None:
+            grad, data.grad = data.grad, None
+            self.receive(grad, self._pieces)
 
     def drop_grad(self, name: str) -> None:
         """Forget one parameter's gradient; the memory goes with the last one."""

@@ -1,0 +1,1 @@
+"""Runnable studies: one folder each, with its question, its command and its result."""

@@ -1,0 +1,1 @@
+"""A byte-level Llama trained twice, unsharded and sharded, with the losses side by side."""

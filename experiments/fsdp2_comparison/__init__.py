@@ -1,0 +1,1 @@
+"""zgraph against FSDP2 on one Llama, in one process group."""

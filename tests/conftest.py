@@ -1,0 +1,25 @@
+"""What every test of the suite shares."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support import pool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Tests are small, and sums over one thread are repeatable."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _workers_end_with_the_session() -> Iterator[None]:
+    yield
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
