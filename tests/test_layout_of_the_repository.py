@@ -1,7 +1,4 @@
-"""Rules about where things lie and who imports whom, held by reading files and not by running them.
-
-What is git-ignored does not count: these tests look at the repository's own folders only.
-"""
+"""Rules about where things lie and who imports whom, held by reading files and not by running them."""
 
 import ast
 import importlib.util
@@ -16,7 +13,7 @@ PRIVATE_TORCH = ZGRAPH / "_torch.py"
 
 TOP_LEVEL_FOLDERS = {"zgraph", "kernels", "experiments", "tests", "scripts"}
 TOP_LEVEL_FILES = {"README.md", "LICENSE", "CONTRIBUTING.md", "pyproject.toml"}
-BY_PRODUCTS = {"__pycache__", "build", "dist"}
+BY_PRODUCTS = {"__pycache__", "build", "dist"}  # git ignores them
 
 LAYERS = {
     "kernels/zgraph_kernels": {"zgraph", "experiments", "tests"},

@@ -3,7 +3,7 @@
 Written against torch 2.11 and 2.13. Each name says what zgraph needs it for.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 # Capture: AOTAutograd as a Dynamo backend, and the min-cut partition.
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import skip_code
@@ -20,8 +21,9 @@ from torch._guards import detect_fake_mode
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._ops import OpOverload
-from torch.optim import optimizer as _optimizer
+from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils import _foreach_utils
+from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
@@ -36,10 +38,12 @@ __all__ = [
     "detect_fake_mode",
     "enable_foreach",
     "group_by_name",
+    "has_triton",
     "make_boxed_func",
     "min_cut_rematerialization_partition",
     "raised_recompile_limit",
     "reduce_scatter_flat",
+    "set_compiled_call",
     "skip_code",
     "without_autograd_cache",
 ]
@@ -81,7 +85,7 @@ def enable_foreach(cls: type[torch.Tensor]) -> None:
 
     torch keeps a list of tensor types that do; DTensor adds itself to it in the same way.
     """
-    for types in (_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+    for types in (optimizer_types, _foreach_utils._foreach_supported_types):
         if cls not in types:
             types.append(cls)
 
@@ -100,6 +104,11 @@ def raised_recompile_limit(limit: int) -> Iterator[None]:
         accumulated_recompile_limit=max(limit, dynamo_config.accumulated_recompile_limit),
     ):
         yield
+
+
+def set_compiled_call(model: nn.Module, call: Callable[..., Any]) -> None:
+    """Let `model(…)` run `call`, as `nn.Module.compile` does with what it compiles."""
+    model._compiled_call_impl = call
 
 
 def without_autograd_cache() -> Any:

@@ -97,7 +97,7 @@ class _ReceiveGradients(torch.autograd.Function):
         return tuple(shard.view_as(shard) for shard in shards)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         frame: Frame = ctx.frame
         for (_, flat), grad in zip(frame.trained_shards(), grads, strict=True):
             if grad is not None:

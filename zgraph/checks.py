@@ -18,7 +18,8 @@ def model(module: nn.Module) -> None:
         where = name or "the model"
         if "_zgraph" in part.__dict__:
             raise ModelError(
-                f"{where} was compiled by zg.compile already; build the model anew for another pass list"
+                f"{where} was compiled by zg.compile already; build the model anew for another "
+                "pass list"
             )
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
             raise ModelError(

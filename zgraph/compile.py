@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph import checks
-from zgraph._torch import raised_recompile_limit
+from zgraph._torch import raised_recompile_limit, set_compiled_call
 from zgraph.backends.base import BackendName, choose
 from zgraph.capture import Capture
 from zgraph.layout import Layout, lay_out
@@ -79,7 +79,7 @@ def compile(
         casts.install(model, plan)
     capture = Capture(pipeline.passes, plan, layout, shards, choose(backend, device.type))
     model.__dict__["_zgraph"] = State(plan, layout, groups, shards, capture, reads)
-    model._compiled_call_impl = _compiled_call(model, capture, fullgraph, dynamic)
+    set_compiled_call(model, _compiled_call(model, capture, fullgraph, dynamic))
     return model
 
 

@@ -9,7 +9,7 @@ class ZGraphError(Exception):
 
 
 class PassError(ZGraphError, ValueError):
-    """A pass list, or an argument of a pass, that cannot work. Raised before the model is touched."""
+    """A pass list, or a pass's argument, that cannot work. Raised before the model is touched."""
 
 
 class ModelError(ZGraphError, ValueError):

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from zgraph.ir import ops
-from zgraph.ir.graph import Graph
+from zgraph.ir.graph import Graph, arguments
 from zgraph.runtime import collectives
 
 _c10d = torch.ops._c10d_functional
@@ -42,24 +42,24 @@ def lower(graph: Graph) -> None:
 
 
 def _gather(graph: Graph, node: fx.Node) -> fx.Node:
-    shard, _, _, dtype, group = node.args
+    shard, _, _, dtype, group = arguments(node)
     shard = _to(graph, shard, dtype, node)
     if not group:
         return shard
-    ranks = collectives.size(str(group))
+    ranks = collectives.size(group)
     return graph.call(
         _c10d.all_gather_into_tensor.default, shard, ranks, group, before=node, role="gather"
     )
 
 
 def _whole(graph: Graph, node: fx.Node) -> fx.Node:
-    shard, _, dtype = node.args
+    shard, _, dtype = arguments(node)
     return _to(graph, shard, dtype, node)
 
 
 def _pack(graph: Graph, node: fx.Node) -> fx.Node:
-    """Flatten, cast and concatenate, with zeros for alignment and for parameters without gradient."""
-    grads, offsets, _, numel, dtype = node.args
+    """Flatten, cast and concatenate, with zeros between and for parameters without gradient."""
+    grads, offsets, _, numel, dtype = arguments(node)
     device = node.meta["val"].device
     parts: list[fx.Node] = []
     end = 0
@@ -75,7 +75,7 @@ def _pack(graph: Graph, node: fx.Node) -> fx.Node:
             zeros.meta["val"] = node.meta["val"].new_empty(offset - end)
             parts.append(zeros)
 
-    for grad, offset in zip(grads, offsets, strict=True):  # type: ignore[arg-type]
+    for grad, offset in zip(grads, offsets, strict=True):
         count = grad.meta["val"].numel()
         if not count:
             continue
@@ -83,22 +83,22 @@ def _pack(graph: Graph, node: fx.Node) -> fx.Node:
         flat = graph.call(_aten.reshape.default, grad, [count], before=node, role="flatten")
         parts.append(_to(graph, flat, dtype, node))
         end = offset + count
-    pad_to(int(numel))  # type: ignore[arg-type]
+    pad_to(numel)
     return graph.call(_aten.cat.default, parts, before=node, role="pack")
 
 
 def _scatter(graph: Graph, node: fx.Node) -> fx.Node:
-    flat, _, group = node.args
+    flat, _, group = arguments(node)
     op, before, _ = _mean(node)
     flat = _divide(graph, flat, before, node)
-    ranks = collectives.size(str(group))
+    ranks = collectives.size(group)
     return graph.call(
         _c10d.reduce_scatter_tensor.default, flat, op, ranks, group, before=node, role="scatter"
     )
 
 
 def _reduce(graph: Graph, node: fx.Node) -> fx.Node:
-    flat, _, group = node.args
+    flat, _, group = arguments(node)
     op, before, _ = _mean(node)
     flat = _divide(graph, flat, before, node)
     return graph.call(_c10d.all_reduce.default, flat, op, group, before=node, role="reduce")
@@ -106,7 +106,7 @@ def _reduce(graph: Graph, node: fx.Node) -> fx.Node:
 
 def _wait(graph: Graph, node: fx.Node) -> fx.Node:
     (source,) = node.all_input_nodes
-    if source.target is ops.gather and not source.args[4]:
+    if source.target is ops.gather and not arguments(source)[4]:
         return source
     result = graph.call(_c10d.wait_tensor.default, source, before=node, role="wait")
     if source.target is ops.gather:
@@ -116,7 +116,7 @@ def _wait(graph: Graph, node: fx.Node) -> fx.Node:
 
 def _mean(node: fx.Node) -> tuple[str, float, float]:
     """(reduce op, division before, division after). See Note [Averaging]."""
-    value, group = node.meta["val"], str(node.args[2])
+    value, group = node.meta["val"], arguments(node)[2]
     if collectives.averages(group, value.dtype, value.device.type):
         return "avg", 1.0, 1.0
     return ("sum", *collectives.division(group, value.dtype))

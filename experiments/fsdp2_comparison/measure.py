@@ -124,10 +124,9 @@ def peak_bytes(device: torch.device) -> tuple[int | None, int | None]:
     return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
 
 
-def release(device: torch.device) -> None:
-    """Forget what a variant left: garbage, compiled code, cached device memory, peak counts."""
+def free_memory(device: torch.device) -> None:
+    """Drop garbage and cached device memory, and begin new peak counts."""
     gc.collect()
-    torch.compiler.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -150,7 +149,7 @@ def measure(prepare: Prepare, sizes: Sizes, ranks: Ranks, profile_to: Path | Non
     synchronize(device)
     prepare_s = time.perf_counter() - start
     # The whole model lay on this device for a moment, alike in every variant: not to be counted.
-    release(device)
+    free_memory(device)
     ranks.wait_for_all()
 
     first_step_ms = timed_steps(trainer.step, 1, device)

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.byte_llama.model import Llama, LlamaConfig, parameter_count
-from experiments.fsdp2_comparison.measure import Result, Sizes, measure, release
+from experiments.fsdp2_comparison.measure import Result, Sizes, free_memory, measure
 from experiments.fsdp2_comparison.variants import variants
 from experiments.ranks import Ranks, process_group
 
@@ -179,7 +179,8 @@ def main() -> None:
             if options.profile and repeat == 0:
                 profile_to = options.profile.with_name(f"{options.profile.name}.{name}")
             result = measure(known[name], sizes, ranks, profile_to)
-            release(ranks.device)
+            torch.compiler.reset()
+            free_memory(ranks.device)
             runs.append(describe_run(name, repeat, result))
         summary = summarise(runs)
         console.print(runs_table(runs))

@@ -141,8 +141,10 @@ def test_without_reshard_the_whole_model_is_alive_at_the_end_of_forward() -> Non
 def test_gathers_of_low_precision_are_half_the_bytes() -> None:
     precision = zg.MixedPrecision(param_dtype="bf16")
     half, full = captured(tower, BY_CLASS, precision), captured(tower, BY_CLASS)
-    assert half.forward.peak_gathered_bytes * 2 == full.forward.peak_gathered_bytes
-    assert half.backward.peak_gathered_bytes * 2 == full.backward.peak_gathered_bytes
+    padding = 2 * 16  # each of two ranks' slices is padded to 16 bytes
+    for stage in ("forward", "backward"):
+        peaks = [getattr(step, stage).peak_gathered_bytes for step in (half, full)]
+        assert peaks[1] / 2 <= peaks[0] <= peaks[1] / 2 + padding
 
 
 # ---------------------------------------------------------------------- tied

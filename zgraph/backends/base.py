@@ -4,9 +4,9 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
-import torch
 from torch import fx
 
+from zgraph._torch import has_triton
 from zgraph.errors import PassError
 from zgraph.ir.graph import Stage
 
@@ -57,5 +57,5 @@ def choose(name: str, device_type: str) -> Backend:
 
 def _inductor_works(device_type: str) -> bool:
     if device_type == "cuda":
-        return torch.utils._triton.has_triton()
+        return has_triton()
     return any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++"))

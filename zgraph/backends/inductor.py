@@ -6,7 +6,7 @@ old result. What would reorder collectives again is switched off around this com
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
@@ -34,7 +34,10 @@ class Inductor:
             "reorder_for_locality": False,
         }
         with without_autograd_cache():
-            return compile_fx(module, list(inputs), inner_compile=inner, config_patches=settings)
+            compiled = compile_fx(
+                module, list(inputs), inner_compile=inner, config_patches=settings
+            )
+        return cast(Callable[..., Any], compiled)
 
 
 class _Partitioner(CustomPartitionerFn):

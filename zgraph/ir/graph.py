@@ -39,6 +39,11 @@ def is_cast(node: Node) -> bool:
     return node.op == "call_function" and node.target in _CASTS
 
 
+def arguments(node: Node) -> tuple[Any, ...]:
+    """The node's positional arguments, of the types that the op's schema says."""
+    return node.args
+
+
 def bytes_of(node: Node) -> int:
     """Bytes of the node's result, a tensor of static size."""
     value: Tensor = node.meta["val"]
@@ -118,8 +123,8 @@ class Graph:
 
     def unit_of(self, node: Node) -> str:
         """Unit of a node of the dialect that names a buffer."""
-        place = {ops.pack: 2, ops.parameter: 2, ops.gradient: 2}.get(node.target, 1)
-        return self._units[str(node.args[place])]
+        later = node.target in (ops.pack, ops.parameter, ops.gradient)
+        return self._units[str(node.args[2 if later else 1])]
 
     def gathered(self, gather: Node) -> Gathered:
         """What belongs to one gather. Its wait must exist (a verifier rule)."""

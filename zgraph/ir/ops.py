@@ -2,8 +2,10 @@
 
 Captured level, what Dynamo and AOTAutograd see:
 
-    parameter(shard, name, buffer, shape, offset, dtype, reduce_dtype, group, sum_groups) -> whole
-    gradient(grad, name, buffer, offset, shard_numel, reduce_dtype, dtype, group, sum_groups) -> flat
+    parameter(shard, name, buffer, shape, offset, dtype, reduce_dtype, group, sum_groups)
+        -> whole                                              this parameter, in compute dtype
+    gradient(grad, name, buffer, offset, shard_numel, reduce_dtype, dtype, group, sum_groups)
+        -> flat                                               its mean, on this rank's slice
 
 Unit level, what the joint passes put in their place and schedule passes move:
 
@@ -20,12 +22,14 @@ backend that knows nothing of zgraph; `zgraph.lowering` gives the efficient form
 Note [Averaging] in `zgraph.lowering` says.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zgraph.runtime import collectives
+from zgraph_kernels import pack as pack_tensors
 
 LIBRARY = torch.library.Library("zgraph", "DEF")
 
@@ -76,9 +80,8 @@ def _gradient(
     sum_groups: Sequence[str],
 ) -> Tensor:
     numel = shard_numel * collectives.size(group)
-    flat = collectives.reduce_scatter_mean(
-        _pack([grad], [offset], buffer, numel, reduce_dtype), group
-    )
+    packed = pack_tensors([grad], [offset], numel, reduce_dtype)
+    flat = collectives.reduce_scatter_mean(packed, group)
     for other in sum_groups:
         flat = collectives.all_reduce_mean(flat, other)
     return flat.to(dtype)
@@ -87,10 +90,7 @@ def _gradient(
 def _pack(
     grads: Sequence[Tensor], offsets: Sequence[int], buffer: str, numel: int, dtype: torch.dtype
 ) -> Tensor:
-    flat = grads[0].new_zeros(numel, dtype=dtype)
-    for grad, offset in zip(grads, offsets, strict=True):
-        flat[offset : offset + grad.numel()].view(grad.shape).copy_(grad)
-    return flat
+    return pack_tensors(grads, offsets, numel, dtype)
 
 
 def _gather(shard: Tensor, buffer: str, numel: int, dtype: torch.dtype, group: str) -> Tensor:
@@ -113,7 +113,7 @@ def _wait(pending: Tensor) -> Tensor:
     return pending.clone()
 
 
-for _name, _kernel in {
+_KERNELS: dict[str, Callable[..., Tensor]] = {
     "parameter": _parameter,
     "gradient": _gradient,
     "gather": _gather,
@@ -122,56 +122,35 @@ for _name, _kernel in {
     "scatter": _scatter,
     "reduce": _reduce,
     "wait": _wait,
-}.items():
+}
+
+# Shapes and dtypes only; arguments as in the schemas.
+_FAKES: dict[str, Callable[..., Tensor]] = {
+    "parameter": lambda shard, name, buffer, shape, offset, dtype, *_: shard.new_empty(
+        shape, dtype=dtype
+    ),
+    "gradient": lambda grad, name, buffer, offset, numel, reduce_dtype, dtype, *_: grad.new_empty(
+        numel, dtype=dtype
+    ),
+    "gather": lambda shard, buffer, numel, dtype, group: shard.new_empty(numel, dtype=dtype),
+    "whole": lambda shard, buffer, dtype: shard.new_empty(shard.shape, dtype=dtype),
+    "pack": lambda grads, offsets, buffer, numel, dtype: grads[0].new_empty(numel, dtype=dtype),
+    "scatter": lambda flat, buffer, group: flat.new_empty(flat.numel() // collectives.size(group)),
+    "reduce": lambda flat, buffer, group: torch.empty_like(flat),
+    "wait": lambda pending: torch.empty_like(pending),
+}
+
+for _name, _kernel in _KERNELS.items():
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"zgraph::{_name}", _FAKES[_name], lib=LIBRARY)
 
 
-@torch.library.register_fake("zgraph::parameter", lib=LIBRARY)
-def _(shard, name, buffer, shape, offset, dtype, reduce_dtype, group, sum_groups):
-    return shard.new_empty(shape, dtype=dtype)
-
-
-@torch.library.register_fake("zgraph::gradient", lib=LIBRARY)
-def _(grad, name, buffer, offset, shard_numel, reduce_dtype, dtype, group, sum_groups):
-    return grad.new_empty(shard_numel, dtype=dtype)
-
-
-@torch.library.register_fake("zgraph::gather", lib=LIBRARY)
-def _(shard, buffer, numel, dtype, group):
-    return shard.new_empty(numel, dtype=dtype)
-
-
-@torch.library.register_fake("zgraph::whole", lib=LIBRARY)
-def _(shard, buffer, dtype):
-    return shard.new_empty(shard.shape, dtype=dtype)
-
-
-@torch.library.register_fake("zgraph::pack", lib=LIBRARY)
-def _(grads, offsets, buffer, numel, dtype):
-    return grads[0].new_empty(numel, dtype=dtype)
-
-
-@torch.library.register_fake("zgraph::scatter", lib=LIBRARY)
-def _(flat, buffer, group):
-    return flat.new_empty(flat.numel() // collectives.size(group))
-
-
-@torch.library.register_fake("zgraph::reduce", lib=LIBRARY)
-def _(flat, buffer, group):
-    return torch.empty_like(flat)
-
-
-@torch.library.register_fake("zgraph::wait", lib=LIBRARY)
-def _(pending):
-    return torch.empty_like(pending)
-
-
-def _remember(ctx, inputs, output) -> None:
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     shard, ctx.name, ctx.buffer, _, ctx.offset, _, ctx.reduce_dtype, ctx.group, ctx.sums = inputs
     ctx.shard_numel, ctx.dtype = shard.numel(), shard.dtype
 
 
-def _parameter_backward(ctx, grad: Tensor):
+def _parameter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     flat = torch.ops.zgraph.gradient(
         grad,
         ctx.name,

@@ -108,7 +108,8 @@ class GroupByClass(_GroupPass):
                 known = [m.classes[0].rsplit(".", 1)[-1] for m in plan.modules]
                 short = wanted.rsplit(".", 1)[-1]
                 raise PassError(
-                    f"Group.by_class({short}) matches no module with parameters; {nearest(short, known)}"
+                    f"Group.by_class({short}) matches no module with parameters; "
+                    f"{nearest(short, known)}"
                 )
             chosen.update({m.name: m for m in found})
         return _innermost_units(plan, list(chosen))

@@ -9,7 +9,7 @@ from torch import fx
 
 from zgraph.errors import PassError, nearest
 from zgraph.ir import ops
-from zgraph.ir.graph import Graph, is_cast
+from zgraph.ir.graph import Graph, arguments, is_cast
 from zgraph.layout import Buffer
 from zgraph.passes.base import Pass
 from zgraph.plan import Plan
@@ -100,7 +100,7 @@ class _Groups:
     def __init__(self, graph: Graph) -> None:
         self._by_buffer: dict[str, tuple[str, tuple[str, ...]]] = {}
         for node in graph.nodes(ops.parameter, ops.gradient):
-            buffer, (group, sums) = str(node.args[2]), node.args[7:9]
+            buffer, (group, sums) = str(node.args[2]), arguments(node)[7:9]
             self._by_buffer[buffer] = (str(group), tuple(map(str, sums)))
 
     def __contains__(self, buffer: str) -> bool:
@@ -135,7 +135,7 @@ def _insert_gather(graph: Graph, buffer: Buffer, groups: _Groups) -> None:
         flat = graph.call(ops.wait, pending, before=first, role="wait")
     aten = torch.ops.aten
     for read in reads:
-        shape, offset = read.args[3:5]
+        shape, offset = arguments(read)[3:5]
         numel = torch.Size(shape).numel()
         part = graph.call(
             aten.slice.Tensor, flat, 0, offset, offset + numel, before=read, role="view"
@@ -147,7 +147,7 @@ def _insert_gather(graph: Graph, buffer: Buffer, groups: _Groups) -> None:
 def _insert_scatters(graph: Graph) -> None:
     """One pack and its collectives for all gradients of each flat shard."""
     output = graph.output()
-    outputs = list(output.args[0])  # type: ignore[arg-type]
+    outputs = list(arguments(output)[0])
     for index, node in enumerate(outputs):
         if not isinstance(node, fx.Node):
             continue
@@ -171,21 +171,17 @@ def _summands(node: fx.Node) -> list[fx.Node]:
 def _insert_scatter(graph: Graph, gradients: list[fx.Node]) -> fx.Node:
     """Pack these gradients of one buffer and average them; returns the flat piece gradient."""
     buffer = next(b for b in graph.layout.buffers if b.name == gradients[0].args[2])
-    group, sum_groups = str(gradients[0].args[7]), gradients[0].args[8]
+    group, sum_groups = arguments(gradients[0])[7:9]
     order = graph.positions()
     by_offset: dict[int, fx.Node] = {}
     before = max(gradients, key=order.__getitem__)
     # Two uses of one parameter, tied or not, are summed in compute dtype, as autograd does.
     for node in sorted(gradients, key=order.__getitem__):
-        grad, offset = node.args[0], int(node.args[3])  # type: ignore[arg-type]
-        held = by_offset.get(offset)
-        by_offset[offset] = (
-            grad
-            if held is None
-            else graph.call(  # type: ignore[assignment]
-                torch.ops.aten.add.Tensor, held, grad, before=before, role="sum"
-            )
-        )
+        grad, offset = arguments(node)[0], arguments(node)[3]
+        if offset in by_offset:
+            add, held = torch.ops.aten.add.Tensor, by_offset[offset]
+            grad = graph.call(add, held, grad, before=before, role="sum")
+        by_offset[offset] = grad
     flat = graph.call(
         ops.pack,
         [by_offset[offset] for offset in sorted(by_offset)],
@@ -197,7 +193,7 @@ def _insert_scatter(graph: Graph, gradients: list[fx.Node]) -> fx.Node:
         role="pack",
     )
     steps = [(ops.scatter, group)] if group else []
-    steps += [(ops.reduce, str(other)) for other in sum_groups]  # type: ignore[union-attr]
+    steps += [(ops.reduce, other) for other in sum_groups]
     for op, name in steps:
         role = "scatter" if op is ops.scatter else "reduce"
         pending = graph.call(op, flat, buffer.name, name, before=before, role=role)
@@ -238,7 +234,7 @@ def _pipeline_scatters(graph: Graph) -> None:
 
 
 def _segments(pack: fx.Node) -> list[list[fx.Node]]:
-    """The chain after a pack, cut before each wait: [[pack, scatter], [wait, reduce], [wait, …]]."""
+    """The chain from a pack, cut before each wait: [[pack, scatter], [wait, reduce], [wait]]."""
     segments, node = [[pack]], pack
     while len(node.users) == 1:
         (node,) = node.users

@@ -16,9 +16,10 @@ class Prefetch(Pass):
     """Start each gather `units` units before the first use of what it gathers.
 
     All gathers of a unit start together. They move up to behind the wait of the unit `units`
-    places ahead in order of use, but not above the last use of the unit before that one, so that at most `units + 1` gathered units
-    are alive at a time (units that stay alive to the end of the graph come on top). Collectives
-    keep their order.
+    places ahead in order of use, but not above the last use of the unit before that one, so that
+    at most `units + 1` gathered units are alive at a time. (A unit that is used again later, such
+    as a tied embedding, comes on top; see `Reshard(keep_between_uses=False)`.) Collectives keep
+    their order.
 
     Args:
         units: units ahead in forward; 0 starts each gather directly before its first use.
@@ -62,7 +63,8 @@ def _hoist(graph: Graph, ahead: int) -> None:
             graph.move_after(gather, turn[0])
     for index in range(1, len(turns)):
         leader = turns[max(0, index - ahead)]
-        anchor = max(graph.gathered(gather).wait for gather in leader)
+        # Behind the gathers of the unit before, however far up those have moved.
+        anchor = max(turns[index - 1][-1], *(graph.gathered(gather).wait for gather in leader))
         previous = index - ahead - 1
         if previous >= 0:
             last = max(_last_read(graph, gather) for gather in turns[previous])

@@ -12,6 +12,10 @@ from zgraph.ir.graph import Gathered, Graph, is_cast, is_view
 from zgraph.passes.base import Pass
 from zgraph.plan import Plan
 
+# The partitioner saves a recomputed node that a checkpointed region of a higher number reads, so
+# that regions do not recompute each other. Parameters are read by regions of any number.
+_REGION = 1 << 30
+
 
 @dataclass(frozen=True)
 class Reshard(Pass):
@@ -70,8 +74,7 @@ class Reshard(Pass):
 def _tag(nodes: list[fx.Node], policy: CheckpointPolicy) -> None:
     for node in nodes:
         node.meta["recompute"] = policy
-        # The partitioner saves what lies between two checkpointed regions; this is one region.
-        node.meta["ac_graph_id"] = 0
+        node.meta["ac_graph_id"] = _REGION
 
 
 def _views_and_casts(root: fx.Node) -> list[fx.Node]:

@@ -5,6 +5,7 @@ failed, or that never came, must not leave the others waiting inside one.
 """
 
 import difflib
+import hashlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -37,23 +38,35 @@ def agree(ranks: list[int], rank: int, make: Callable[[], T], text: Callable[[T]
     """
     if len(ranks) == 1:
         return make()
-    store = dist.PrefixStore(_next_round(rank), default_store())
+    store = dist.PrefixStore(_next_round(ranks, rank), default_store())
     try:
         result = make()
     except Exception as error:
         store.set(str(rank), f"error {type(error).__name__}: {error}")
         raise
-    store.set(str(rank), f"plan {text(result)}")
+    mine = text(result)
+    digest = _digest(mine)
+    # The text first: whoever sees the digest may ask for the text.
+    store.set(f"{rank}/text", mine)
+    store.set(str(rank), f"plan {digest}")
     for other in ranks:
-        if other != rank:
-            _compare(rank, text(result), other, _read(store, other))
+        kind, _, theirs = _read(store, other).partition(" ")
+        if kind == "error":
+            raise RankError(f"rank {other} failed in zg.compile with {theirs}")
+        if theirs != digest:
+            raise _difference(rank, mine, other, store.get(f"{other}/text").decode())
     return result
 
 
-def _next_round(rank: int) -> str:
-    """A key of this rank's own count of rounds, the same on ranks that ran the same calls."""
-    count = default_store().add(f"{_ROUND}/{rank}", 1)
-    return f"{_ROUND}/{count}"
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _next_round(ranks: list[int], rank: int) -> str:
+    """A key from this rank's own count of rounds among `ranks`, equal where the calls were."""
+    members = f"{_ROUND}/{_digest(str(ranks))[:16]}"
+    count = default_store().add(f"{members}/{rank}", 1)
+    return f"{members}/round {count}"
 
 
 def _read(store: dist.Store, other: int) -> str:
@@ -68,12 +81,7 @@ def _read(store: dist.Store, other: int) -> str:
     return store.get(str(other)).decode()
 
 
-def _compare(rank: int, mine: str, other: int, message: str) -> None:
-    kind, _, theirs = message.partition(" ")
-    if kind == "error":
-        raise RankError(f"rank {other} failed in zg.compile with {theirs}")
-    if theirs == mine:
-        return
+def _difference(rank: int, mine: str, other: int, theirs: str) -> RankError:
     changed = [
         line
         for line in difflib.unified_diff(mine.splitlines(), theirs.splitlines(), n=0, lineterm="")
@@ -81,7 +89,7 @@ def _compare(rank: int, mine: str, other: int, message: str) -> None:
     ]
     here = next((line[1:].strip() for line in changed if line.startswith("-")), "nothing")
     there = next((line[1:].strip() for line in changed if line.startswith("+")), "nothing")
-    raise RankError(
+    return RankError(
         f"ranks {rank} and {other} have different plans; first difference: rank {rank} has "
         f"«{here}», rank {other} has «{there}». Build the same model and pass list on every rank"
     )

@@ -1,4 +1,4 @@
-"""Reading parameters outside captured code: after a graph break, in a skipped frame, without compile.
+"""Reading parameters outside captured code: after a graph break, or in a skipped frame.
 
 The buffer is gathered once and kept until another buffer is read or its shard changes, so modules
 that read one unit in turn gather it once. What autograd saves keeps it alive until backward.

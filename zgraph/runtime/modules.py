@@ -8,7 +8,7 @@ inside a trace, and gathers eagerly outside.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,25 +58,26 @@ def install(module: nn.Module, reads: dict[str, Read], has_tied: bool) -> None:
     Args:
         has_tied: a parameter inside the module has a second name. See Note [Tied reads].
     """
-    cls = type(module)
+    cls: type[nn.Module] = type(module)
     members: dict[str, Any] = {name: property(_getter(name)) for name in reads}
     members.update(__module__=cls.__module__, __qualname__=cls.__qualname__, _apply=_apply)
-    if isinstance(module, nn.RNNBase):
+    if issubclass(cls, nn.RNNBase):
         members["_flat_weights"] = property(_flat_weights, lambda self, value: None)
     if has_tied:
         members["named_parameters"] = _named_parameters
     # In __dict__ directly: nn.Module would look for parameters inside.
     module.__dict__[READS] = reads
-    module.__class__ = type(cls.__name__, (cls,), members)
+    module.__class__ = cast(Any, type(cls.__name__, (cls,), members))
 
 
 # Note [Tied reads]
-# Dynamo marks what `named_parameters()` yields as static inputs when it meets a module. A property's
-# `type(held)` makes it hold a `ShardedParameter` as a plain object before it meets the second module
-# that has the same parameter, and then the marking fails: it expects a graph input. Shards are the
-# inputs here, and Dynamo leaves modules alone that have a `named_parameters` of their own.
+# Dynamo marks what `named_parameters()` yields as static inputs when it meets a module. A
+# property's `type(held)` makes it hold a `ShardedParameter` as a plain object before it meets the
+# second module that has the same parameter, and then the marking fails: it expects a graph input.
+# Shards are the inputs here, and Dynamo leaves modules alone that have a `named_parameters` of
+# their own.
 def _named_parameters(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-    return super(type(module), module).named_parameters(*args, **kwargs)
+    return nn.Module.named_parameters(module, *args, **kwargs)
 
 
 def _getter(name: str) -> Callable[[nn.Module], Any]:
@@ -103,7 +104,7 @@ def _flat_weights(module: Any) -> list[Tensor]:
 
 
 def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Conversions such as `.to()` reach buffers and children; parameters may only stay as they are."""
+    """Conversions such as `.to()` reach buffers and children; parameters must stay as they are."""
     for name, parameter in module._parameters.items():
         if isinstance(parameter, ShardedParameter):
             with torch.no_grad():
@@ -118,6 +119,7 @@ def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tr
                 )
     kept, module._parameters = module._parameters, {}
     try:
-        return super(type(module), module)._apply(fn, recurse)
+        # The class above the generated one may have an `_apply` of its own.
+        return cast(Any, super(type(module), module))._apply(fn, recurse)
     finally:
         module._parameters = kept

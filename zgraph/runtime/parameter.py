@@ -48,15 +48,21 @@ class ShardedParameter(torch.Tensor):
     _local: Tensor
     _piece: Piece
     _flat: FlatShard | None
+    _cached_grad: tuple[Tensor | None, "ShardedParameter | None"]
 
     @staticmethod
     def __new__(
-        cls, local: Tensor, piece: Piece, flat: FlatShard | None = None, requires_grad: bool = False
+        cls: type["ShardedParameter"],
+        local: Tensor,
+        piece: Piece,
+        flat: FlatShard | None = None,
+        requires_grad: bool = False,
     ) -> "ShardedParameter":
         self = torch.Tensor._make_wrapper_subclass(
             cls, piece.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
         )
         self._local, self._piece, self._flat = local, piece, flat
+        self._cached_grad = None, None
         if flat is not None:
             self._is_param = True  # isinstance(self, nn.Parameter)
         return self
@@ -89,33 +95,43 @@ class ShardedParameter(torch.Tensor):
                 whole[start:stop] = part
         return whole.view(piece.shape)
 
-    @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    @property  # What torch declares as a variable is a property there too, written in C.
+    def grad(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self,
+    ) -> Tensor | None:
         """The gradient, averaged over ranks, as a `ShardedParameter`; None if there is none."""
         if self._flat is None:
             return None
         local = self._flat.grad_piece(self._piece.name)
-        return None if local is None else ShardedParameter(local, self._piece)
+        if local is None:
+            return None
+        # Optimizers ask several times a step; the wrapper is as good as the flat gradient it views.
+        source, cached = self._cached_grad
+        if source is not self._flat.grad or cached is None:
+            cached = ShardedParameter(local, self._piece)
+            self._cached_grad = self._flat.grad, cached
+        return cached
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if self._flat is None:
             raise WholeTensorError(f"{self._piece.name}: only a model's parameters have a gradient")
         self._flat.drop_grad(self._piece.name)
+        self._cached_grad = None, None
         if value is not None:
             local = value._local if isinstance(value, ShardedParameter) else self._piece.of(value)
             self._flat.receive_piece(self._piece.name, local)
 
-    def requires_grad_(self, requires_grad: bool = True) -> "ShardedParameter":
+    def requires_grad_(self, mode: bool = True) -> "ShardedParameter":
         """Refuse to change what the plan has fixed; otherwise return the tensor itself."""
-        if self._flat is not None and requires_grad != self.requires_grad:
+        if self._flat is not None and mode != self.requires_grad:
             raise WholeTensorError(
                 f"{self._piece.name}: requires_grad is part of the plan, since frozen parameters "
                 "lie in buffers of their own; set it before zg.compile"
             )
         return self
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         p = self._piece
         where = f"elements {p.start}..{p.start + p.length}" if p.group else "whole"
         return (
@@ -134,7 +150,7 @@ class ShardedParameter(torch.Tensor):
     # ------------------------------------------------------------------ how ops run on it
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(
         cls,
         func: Any,
         types: Sequence[type],

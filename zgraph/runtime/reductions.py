@@ -17,6 +17,8 @@ from zgraph.errors import WholeTensorError
 
 _aten = torch.ops.aten
 
+Rule = Callable[[Any, Any, dict[str, Any]], Any]
+
 
 def _combine(values: Tensor, groups: Sequence[str], op: dist.ReduceOp.RedOpType) -> Tensor:
     """All-reduce each value of a 1-D tensor over its group ("": leave it), in place."""
@@ -53,7 +55,7 @@ def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> li
     return list(powers.pow(1.0 / order).unbind())
 
 
-def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _vector_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dims = args[2] if len(args) > 2 else kwargs.get("dim")
     keepdim = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
@@ -64,11 +66,11 @@ def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
     return norms([args[0]], float(order), kwargs.get("dtype"))[0]
 
 
-def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     return norms([args[0]], float(args[1] if len(args) > 1 else kwargs.get("p", 2)), None)[0]
 
 
-def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _foreach_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     return norms(args[0], float(order), args[2] if len(args) > 2 else kwargs.get("dtype"))
 
@@ -77,10 +79,10 @@ def _scalar(
     reduce: Callable[[Tensor], Tensor],
     op: dist.ReduceOp.RedOpType,
     empty: Callable[[Tensor], Tensor],
-) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Tensor]:
+) -> Rule:
     """A reduction of one whole tensor to a 0-dim result."""
 
-    def rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def rule(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         if len(args) > 1:
             raise _whole(func, args[0])
         tensor, dtype = args[0], kwargs.get("dtype")
@@ -93,7 +95,7 @@ def _scalar(
     return rule
 
 
-def _mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _mean(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     return RULES[_aten.sum.default](func, args, kwargs) / args[0].numel()
 
 
@@ -107,8 +109,8 @@ def share_found_inf(tensors: Sequence[Any], found_inf: Tensor) -> None:
 
 def _whole(func: Any, tensor: Any) -> WholeTensorError:
     return WholeTensorError(
-        f"{func} along some dimensions needs the whole of {tensor._piece.name}; call .full_tensor() "
-        "first, on every rank"
+        f"{func} along some dimensions needs the whole of {tensor._piece.name}; call "
+        ".full_tensor() first, on every rank"
     )
 
 
@@ -122,7 +124,7 @@ def _limit(sign: int) -> Callable[[Tensor], Tensor]:
     return limit
 
 
-RULES: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+RULES: dict[Any, Rule] = {
     _aten.linalg_vector_norm.default: _vector_norm,
     _aten.norm.Scalar: _norm,
     _aten._foreach_norm.Scalar: _foreach_norm,
