@@ -37,11 +37,6 @@ class Ranks:
         return total.item() / self.world
 
 
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def choose_device(choice: DeviceChoice) -> torch.device:
     """A GPU for each local rank where there are enough of them, else the CPU."""
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -61,7 +56,8 @@ def process_group(choice: DeviceChoice, wait_minutes: int = 30) -> Iterator[Rank
     if "LOCAL_RANK" not in os.environ:
         raise SystemExit("start this under torchrun: python -m torch.distributed.run --help")
     device = choose_device(choice)
-    torch.set_num_threads(max(1, cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # With its device known, NCCL builds the communicator now rather than in the first step.

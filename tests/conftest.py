@@ -5,7 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support import pool
+# Before anything imports it: its assertions explain themselves as a test's own do.
+pytest.register_assert_rewrite("tests.support.training")
+
+from tests.support import pool  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)

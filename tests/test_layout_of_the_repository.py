@@ -1,4 +1,4 @@
-"""Rules about where things lie and who imports whom, held by reading files and not by running them."""
+"""Rules about where things lie and who imports whom, held by reading files, not by running them."""
 
 import ast
 import importlib.util

@@ -23,6 +23,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._ops import OpOverload
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils import _foreach_utils
+from torch.utils import _pytree as pytree
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -41,6 +42,7 @@ __all__ = [
     "has_triton",
     "make_boxed_func",
     "min_cut_rematerialization_partition",
+    "pytree",
     "raised_recompile_limit",
     "reduce_scatter_flat",
     "set_compiled_call",

@@ -154,14 +154,14 @@ class FrameCompiler:
         self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Run the joint passes, then cut the joint graph into forward and backward."""
-        self._joint(module, "joint")
+        self._joint(module)
         self._user_outputs = options["num_fwd_outputs"]
         return min_cut_rematerialization_partition(module, inputs, **options)
 
     def finish(self, module: fx.GraphModule, stage: Stage) -> None:
         """Schedule and lower one graph, in place; `stage` is not "joint"."""
         if stage == "inference":
-            self._joint(module, stage)
+            self._joint(module)
         graph = Graph(module, stage, self._capture.layout)
         graph.user_outputs = self._user_outputs
         for item in self._capture.passes:
@@ -171,8 +171,8 @@ class FrameCompiler:
         self._frame.graphs.append(GraphRecord.of(graph))
         lower(graph)
 
-    def _joint(self, module: fx.GraphModule, stage: Stage) -> None:
-        graph = Graph(module, stage, self._capture.layout)
+    def _joint(self, module: fx.GraphModule) -> None:
+        graph = Graph(module, "joint", self._capture.layout)
         self._frame.trained = _trained(graph)
         for item in self._capture.passes:
             with graph.edited_by(str(item)):

@@ -48,11 +48,11 @@ class LlamaConfig:
 
     @classmethod
     def demo(cls) -> Self:
-        """0.94 million parameters: one step of 2,048 tokens takes about 0.15 s on two CPU cores.
+        """0.91 million parameters, tied: one step of 2,048 tokens takes about 0.15 s on two CPU cores.
 
         Deep and narrow, so that one block is a small part of the whole, as it is in a large model.
         """
-        return cls()
+        return cls(tied=True)
 
     @classmethod
     def benchmark(cls, max_length: int = 4096) -> Self:

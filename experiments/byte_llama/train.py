@@ -18,7 +18,7 @@ import zgraph as zg
 from experiments.byte_llama.data import Batch, batches, corpus, slice_of_rank
 from experiments.byte_llama.model import Block, Llama, LlamaConfig, parameter_count
 from experiments.byte_llama.show import largest_difference, loss_table, memory_table
-from experiments.ranks import Ranks, cores, process_group
+from experiments.ranks import Ranks, process_group
 
 FP32_TOLERANCE = 1e-4
 """Two fp32 runs sum in different orders: over 120 steps the losses stay within 1e-6 on CPU. A wrong
@@ -80,15 +80,12 @@ def train_in_one_process(
     """The reference: plain PyTorch over the whole global batch, on rank 0 while the rest wait."""
     losses: list[float] = []
     if ranks.rank == 0:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(cores())
         model = build_model(options, ranks.device)
         data = batches(options.seed, options.batch, options.length)
         autocast = torch.autocast(ranks.device.type, torch.bfloat16, enabled=options.bf16)
         steps = training_steps(model, data, options, ranks.device, autocast)
         for _ in progress.track(range(options.steps), description="one process"):
             losses.append(next(steps).item())
-        torch.set_num_threads(threads)
     ranks.wait_for_all()
     return losses
 

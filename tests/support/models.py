@@ -101,6 +101,25 @@ class Odd(nn.Module):
         return F.mse_loss(self.leave(x), y)
 
 
+class Tagger(nn.Module):
+    """A label for each token, after one attention. tokens, labels [B, L] -> loss []."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(40, 12)
+        self.qkv = nn.Linear(12, 36, bias=False)
+        self.blocks = nn.ModuleList(MlpBlock(12) for _ in range(2))
+        self.leave = nn.Linear(12, 40)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        x = x + F.scaled_dot_product_attention(q, k, v)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.leave(x).flatten(0, 1), labels.flatten())
+
+
 def small_llama(layers: int = 2, tied: bool = False) -> Llama:
     """A Llama of some 8,000 parameters."""
     config = LlamaConfig(vocab=40, dim=24, layers=layers, heads=2, ffn=40, max_length=16, tied=tied)
@@ -148,9 +167,13 @@ def _odd_batch(generator: torch.Generator) -> Batch:
 
 ZOO: dict[str, Entry] = {
     "mlp": Entry(Mlp, _mlp_batch),
+    "broken_mlp": Entry(lambda: Mlp(breaks=True), _mlp_batch),
+    "deep_mlp": Entry(lambda: Mlp(depth=12), _mlp_batch),
+    "deep_broken_mlp": Entry(lambda: Mlp(depth=12, breaks=True), _mlp_batch),
     "convnet": Entry(ConvNet, _images, whole=True),
     "llama": Entry(small_llama, _tokens),
     "tied_llama": Entry(lambda: small_llama(tied=True), _tokens),
+    "tagger": Entry(Tagger, _tokens),
     "odd": Entry(Odd, _odd_batch),
 }
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
-from zgraph._torch import OpOverload, detect_fake_mode
+from zgraph._torch import OpOverload, detect_fake_mode, pytree
 from zgraph.ir import ops
 from zgraph.layout import Layout
 
@@ -70,8 +69,8 @@ class Graph:
 
     Attributes:
         module: the graph module that owns `fx`.
-        stage: "joint" before the partition; "forward" and "backward" after it; "inference" for a
-            graph captured without gradients, which is its own joint graph.
+        stage: "joint" before the partition; "forward" and "backward" after it; "inference" for
+            the whole of a graph captured without gradients, once its joint passes have run.
         layout: buffers, for names, sizes and units.
         user_outputs: how many of a forward graph's first outputs the model returns; the rest is
             saved for backward. None where nothing is saved.
@@ -153,8 +152,7 @@ class Graph:
         for gather in self.gathers():
             if self.unit_of(gather) == unit:
                 found.update(dict.fromkeys(self.gathered(gather).uses))
-        order = self.positions()
-        return sorted(found, key=order.__getitem__)
+        return sorted(found)
 
     def first_use(self, unit: str) -> Node | None:
         """First of `uses(unit)`, or None."""

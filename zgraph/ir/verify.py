@@ -33,10 +33,16 @@ def _gathered_buffers_stay_in_their_graph(graph: Graph, plan: Plan, node: Node) 
     return not set(saved) & {item.wait, *item.views}  # type: ignore[arg-type]
 
 
+def _captured_ops_are_replaced(graph: Graph, plan: Plan, node: Node) -> bool:
+    """Reads of parameters and their gradients became gathers and scatters in the joint graph."""
+    return graph.stage == "joint" or node.target not in (ops.parameter, ops.gradient)
+
+
 RULES: tuple[Rule, ...] = (
     _starts_are_waited_for_once,
     _waits_wait_for_a_collective,
     _gathered_buffers_stay_in_their_graph,
+    _captured_ops_are_replaced,
 )
 
 

@@ -60,9 +60,8 @@ class Partition(Pass):
         return plan.changed(parameters=marked)
 
     def joint(self, graph: Graph, plan: Plan) -> None:
-        replicate_group = _Groups(graph)
         for buffer in graph.layout.buffers:
-            _insert_gather(graph, buffer, replicate_group)
+            _insert_gather(graph, buffer)
         _insert_scatters(graph)
         graph.finish()
 
@@ -94,23 +93,7 @@ class Partition(Pass):
         return chosen
 
 
-class _Groups:
-    """Group names per buffer, as the captured nodes of this graph carry them."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._by_buffer: dict[str, tuple[str, tuple[str, ...]]] = {}
-        for node in graph.nodes(ops.parameter, ops.gradient):
-            buffer, (group, sums) = str(node.args[2]), arguments(node)[7:9]
-            self._by_buffer[buffer] = (str(group), tuple(map(str, sums)))
-
-    def __contains__(self, buffer: str) -> bool:
-        return buffer in self._by_buffer
-
-    def __getitem__(self, buffer: str) -> tuple[str, tuple[str, ...]]:
-        return self._by_buffer[buffer]
-
-
-def _insert_gather(graph: Graph, buffer: Buffer, groups: _Groups) -> None:
+def _insert_gather(graph: Graph, buffer: Buffer) -> None:
     """One gather, or one read of a persistent buffer, for all reads of the buffer's parameters."""
     reads = [n for n in graph.nodes(ops.parameter) if n.args[2] == buffer.name]
     if not reads:
@@ -121,7 +104,7 @@ def _insert_gather(graph: Graph, buffer: Buffer, groups: _Groups) -> None:
             ops.whole, shard, buffer.name, buffer.param_dtype, before=first, role="whole"
         )
     else:
-        group, _ = groups[buffer.name]
+        group = arguments(first)[7]
         pending = graph.call(
             ops.gather,
             shard,
@@ -172,20 +155,20 @@ def _insert_scatter(graph: Graph, gradients: list[fx.Node]) -> fx.Node:
     """Pack these gradients of one buffer and average them; returns the flat piece gradient."""
     buffer = next(b for b in graph.layout.buffers if b.name == gradients[0].args[2])
     group, sum_groups = arguments(gradients[0])[7:9]
-    order = graph.positions()
-    by_offset: dict[int, fx.Node] = {}
-    before = max(gradients, key=order.__getitem__)
+    before = max(gradients)
+    whole: dict[str, fx.Node] = {}
     # Two uses of one parameter, tied or not, are summed in compute dtype, as autograd does.
-    for node in sorted(gradients, key=order.__getitem__):
-        grad, offset = arguments(node)[0], arguments(node)[3]
-        if offset in by_offset:
-            add, held = torch.ops.aten.add.Tensor, by_offset[offset]
-            grad = graph.call(add, held, grad, before=before, role="sum")
-        by_offset[offset] = grad
+    for node in sorted(gradients):
+        grad, name = arguments(node)[:2]
+        if name in whole:
+            add = torch.ops.aten.add.Tensor
+            grad = graph.call(add, whole[name], grad, before=before, role="sum")
+        whole[name] = grad
+    slots = [slot for slot in buffer.slots if slot.name in whole]
     flat = graph.call(
         ops.pack,
-        [by_offset[offset] for offset in sorted(by_offset)],
-        sorted(by_offset),
+        [whole[slot.name] for slot in slots],
+        [slot.offset for slot in slots],
         buffer.name,
         buffer.numel,
         buffer.reduce_dtype,
@@ -207,8 +190,7 @@ def _insert_scatter(graph: Graph, gradients: list[fx.Node]) -> fx.Node:
 def _sink(graph: Graph, chain: list[fx.Node]) -> None:
     """Move each node of a chain, last first, to directly before its first reader."""
     for node in reversed(chain):
-        order = graph.positions()
-        graph.move_before(node, min(node.users, key=order.__getitem__))
+        graph.move_before(node, min(node.users))
 
 
 def _pipeline_scatters(graph: Graph) -> None:
@@ -219,12 +201,10 @@ def _pipeline_scatters(graph: Graph) -> None:
     """
     chains = [_segments(pack) for pack in graph.nodes(ops.pack)]
     for chain in chains:
-        order = graph.positions()
-        latest = max(chain[0][0].all_input_nodes, key=order.__getitem__)
+        latest = max(chain[0][0].all_input_nodes)
         for node in reversed(chain[0]):
             graph.move_after(node, latest)
-    order = graph.positions()
-    chains.sort(key=lambda chain: order[chain[0][0]])
+    chains.sort(key=lambda chain: chain[0][0])
     for index, chain in enumerate(chains):
         for later, segment in enumerate(chain[1:], start=1):
             ahead = index + later

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from zgraph._torch import pytree
 from zgraph.plan import Plan
 
 

@@ -63,6 +63,8 @@ class EagerReads:
             )
 
 
+# Dynamo would otherwise make graphs of its own from what a skipped frame calls here.
+@torch.compiler.disable
 def read(source: "Read") -> Tensor:
     """The whole parameter in compute dtype, differentiable."""
     reads: EagerReads = source.flat.eager_reads

@@ -61,6 +61,7 @@ def install(module: nn.Module, reads: dict[str, Read], has_tied: bool) -> None:
     cls: type[nn.Module] = type(module)
     members: dict[str, Any] = {name: property(_getter(name)) for name in reads}
     members.update(__module__=cls.__module__, __qualname__=cls.__qualname__, _apply=_apply)
+    members["register_parameter"] = _register_parameter
     if issubclass(cls, nn.RNNBase):
         members["_flat_weights"] = property(_flat_weights, lambda self, value: None)
     if has_tied:
@@ -101,6 +102,16 @@ skip_code(_getter("").__code__)
 def _flat_weights(module: Any) -> list[Tensor]:
     """What RNN modules pass to their kernel; they would otherwise keep a list of old parameters."""
     return [getattr(module, name) for name in module._flat_weights_names]
+
+
+def _register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    """What assigning a parameter and `load_state_dict(assign=True)` call: not over a shard."""
+    if name in module.__dict__[READS]:
+        raise ModelError(
+            f"{module.__dict__[READS][name].slot.name} is sharded, and another parameter in its place "
+            "would not be; copy into it with p.copy_(…) or load_state_dict(…)"
+        )
+    super(type(module), module).register_parameter(name, param)
 
 
 def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from zgraph._torch import enable_foreach
+from zgraph._torch import enable_foreach, pytree
 from zgraph.errors import WholeTensorError
 from zgraph.runtime import collectives, reductions
 from zgraph.runtime.storage import FlatShard
@@ -65,6 +64,8 @@ class ShardedParameter(torch.Tensor):
         self._cached_grad = None, None
         if flat is not None:
             self._is_param = True  # isinstance(self, nn.Parameter)
+            if requires_grad:
+                torch.Tensor.register_post_accumulate_grad_hook(self, _take_over_grad)
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -96,9 +97,7 @@ class ShardedParameter(torch.Tensor):
         return whole.view(piece.shape)
 
     @property  # What torch declares as a variable is a property there too, written in C.
-    def grad(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self,
-    ) -> Tensor | None:
+    def grad(self) -> Tensor | None:
         """The gradient, averaged over ranks, as a `ShardedParameter`; None if there is none."""
         if self._flat is None:
             return None
@@ -113,14 +112,52 @@ class ShardedParameter(torch.Tensor):
         return cached
 
     @grad.setter
-    def grad(self, value: Tensor | None) -> None:
+    def grad(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, value: Tensor | None
+    ) -> None:
         if self._flat is None:
             raise WholeTensorError(f"{self._piece.name}: only a model's parameters have a gradient")
+        if value is not None and value is self.grad:
+            return  # `p.grad *= 2` assigns what it changed in place
+        local = None if value is None else self._own_part(value)
         self._flat.drop_grad(self._piece.name)
         self._cached_grad = None, None
-        if value is not None:
-            local = value._local if isinstance(value, ShardedParameter) else self._piece.of(value)
+        if local is not None:
             self._flat.receive_piece(self._piece.name, local)
+
+    def _own_part(self, gradient: Tensor) -> Tensor:
+        """This rank's part of a gradient to assign; a copy, since it may alias the present one."""
+        if tuple(gradient.shape) != self._piece.shape:
+            raise WholeTensorError(
+                f"{self._piece.name}: a gradient of shape {list(gradient.shape)} was assigned; "
+                f"expected {list(self._piece.shape)}"
+            )
+        if isinstance(gradient, ShardedParameter):
+            return gradient._local.clone()
+        return self._piece.of(gradient).clone()
+
+    @property
+    def data(self) -> Tensor:
+        """The tensor without its gradient's history. Assigning copies, since shards stay in place."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        with torch.no_grad():
+            self.copy_(value)
+
+    def register_hook(self, hook: Any) -> Any:
+        """Refuse: it would never run, since gradients arrive for a whole unit at once."""
+        raise WholeTensorError(
+            f"{self._piece.name}: gradients of a unit arrive together, so hooks on its parameters "
+            "would not run; read or change p.grad after backward"
+        )
+
+    register_post_accumulate_grad_hook = register_hook
+
+    def share_memory_(self) -> "ShardedParameter":
+        """Refuse: this tensor has no storage of its own."""
+        raise WholeTensorError(f"{self._piece.name}: a shard cannot be moved to shared memory")
 
     def requires_grad_(self, mode: bool = True) -> "ShardedParameter":
         """Refuse to change what the plan has fixed; otherwise return the tensor itself."""
@@ -166,6 +203,18 @@ class ShardedParameter(torch.Tensor):
         return _run_on_pieces(func, args, kwargs)
 
 
+def _take_over_grad(parameter: ShardedParameter) -> None:
+    """Move what autograd accumulated to the flat shard: a loss term of the parameter itself.
+
+    Every rank computes such a term of the whole parameter alike, so it needs no averaging.
+    """
+    base: Any = torch.Tensor.grad
+    gradient = base.__get__(parameter)
+    assert parameter._flat is not None and isinstance(gradient, ShardedParameter)
+    parameter._flat.receive_piece(parameter._piece.name, gradient._local)
+    base.__set__(parameter, None)
+
+
 def _is_elementwise(func: Any) -> bool:
     name = func._schema.name
     return (
@@ -190,6 +239,8 @@ _SAME_PLACE = frozenset(
         _aten.zeros_like.default,
         _aten.ones_like.default,
         _aten.full_like.default,
+        _aten.masked_fill.Scalar,
+        _aten.masked_fill_.Scalar,
         _aten.lerp_.Scalar,
         _aten.lerp_.Tensor,
         _aten._amp_foreach_non_finite_check_and_unscale_.default,
@@ -203,6 +254,10 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     lists = isinstance(args[0], (list, tuple))
     if not lists:
         _check_same_place(func, sharded)
+        if any(
+            x.dim() and not isinstance(x, ShardedParameter) for x in _written(func, args, kwargs)
+        ):
+            raise _needs_whole(func, args, kwargs)  # a rank would write its own part only
 
     def local(value: Any) -> Any:
         if isinstance(value, ShardedParameter):
@@ -223,7 +278,7 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     result = func(*pytree.tree_map(local, args), **pytree.tree_map(local, kwargs))
     if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
         reductions.share_found_inf(args[0], args[1])
-    written = _written(func, args, kwargs)
+    written = [x for x in _written(func, args, kwargs) if isinstance(x, ShardedParameter)]
     if written:
         # Below autograd nothing counts this write; graphs that saved the shard must notice it.
         torch.autograd.graph.increment_version([x._local for x in written])
@@ -232,13 +287,14 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _wrap(result, args[0] if lists else sharded[0])
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedParameter]:
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Tensors that `func` writes to, sharded or not."""
     found: list[Any] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             found += pytree.tree_leaves(value)
-    return [x for x in found if isinstance(x, ShardedParameter)]
+    return [x for x in found if isinstance(x, Tensor)]
 
 
 def _wrap(result: Any, like: Any) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zgraph._torch import group_by_name
 from zgraph.errors import WholeTensorError
+from zgraph.runtime import collectives
 
 _aten = torch.ops.aten
 
@@ -25,27 +26,46 @@ def _combine(values: Tensor, groups: Sequence[str], op: dist.ReduceOp.RedOpType)
     for group in dict.fromkeys(group for group in groups if group):
         chosen = [index for index, other in enumerate(groups) if other == group]
         if len(chosen) == len(groups):
-            dist.all_reduce(values, op=op, group=group_by_name(group))
+            _all_reduce(values, group, op)
         else:
             part = values[chosen]
-            dist.all_reduce(part, op=op, group=group_by_name(group))
+            _all_reduce(part, group, op)
             values[chosen] = part
     return values
 
 
+def _all_reduce(values: Tensor, group: str, op: dist.ReduceOp.RedOpType) -> None:
+    """All-reduce a 1-D tensor in place. Unlike a collective's own, maxima and minima keep NaN."""
+    if op not in (dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+        dist.all_reduce(values, op=op, group=group_by_name(group))
+        return
+    rows = collectives.all_gather(values, group).view(-1, values.numel())
+    values.copy_(rows.amax(0) if op == dist.ReduceOp.MAX else rows.amin(0))
+
+
+def _group(tensor: Any) -> str:
+    """The group over which the tensor is split; "" if it lies whole here."""
+    piece = getattr(tensor, "_piece", None)
+    return piece.group if piece else ""
+
+
 def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[Tensor]:
     """The global `order`-norm of each tensor, 0-dim. Orders 0 and below infinity sum powers."""
-    pieces = [t._local if dtype is None else t._local.to(dtype) for t in tensors]
-    groups = [t._piece.group for t in tensors]
-    if order == -math.inf:
+    # Optimizers and clipping put parameters that `Partition(ignore=…)` spared in the same lists.
+    pieces = [getattr(t, "_local", t) for t in tensors]
+    pieces = pieces if dtype is None else [piece.to(dtype) for piece in pieces]
+    groups = list(map(_group, tensors))
+    if order < 0:
         raise WholeTensorError(
-            "the -inf norm of a sharded tensor is not supported; use full_tensor()"
+            f"the {order:g}-norm of a sharded tensor is not supported; use full_tensor()"
         )
     if order == math.inf:
         local = [p.abs().amax() if p.numel() else p.new_zeros(()) for p in pieces]
         return list(_combine(torch.stack(local), groups, dist.ReduceOp.MAX).unbind())
     values = torch.stack(
-        torch._foreach_norm(pieces, order) if order else [p.count_nonzero() for p in pieces]
+        torch._foreach_norm(pieces, order)
+        if order
+        else [p.count_nonzero().to(p.dtype) for p in pieces]
     )
     if not any(groups):
         return list(values.unbind())
@@ -102,7 +122,7 @@ def _mean(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
 def share_found_inf(tensors: Sequence[Any], found_inf: Tensor) -> None:
     """Make `GradScaler`'s flag, a 0- or 1-element tensor, the maximum over the tensors' ranks."""
     flag = found_inf.reshape(1)
-    for group in dict.fromkeys(t._piece.group for t in tensors if t._piece.group):
+    for group in dict.fromkeys(filter(None, map(_group, tensors))):
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group_by_name(group))
     found_inf.copy_(flag.reshape(found_inf.shape))
 
