@@ -36,8 +36,8 @@ def test_a_joint_pass_sees_forward_and_backward_in_one_graph() -> None:
     (stage, counts, units), inference = run_ranks(look, 2, "joint")[0]
     assert units == ["embed", "layers.0", "layers.1", "norm..head"]
     assert (stage, counts) == ("joint", (4, 4, 8))
-    # Without gradients the one graph is joint graph and program at once.
-    assert inference[:2] == ("inference", (4, 0, 4))
+    # Without gradients the joint graph is all there is, and has no scatters.
+    assert inference[:2] == ("joint", (4, 0, 4))
 
 
 def test_a_schedule_pass_sees_forward_and_backward_one_at_a_time() -> None:

@@ -18,13 +18,17 @@ ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import torch
+import zgraph as zg
 from tests.support.models import batches, build
 from tests.support.training import STEPS, assert_same_bits, plain_run, train
 
 torch.set_num_threads(1)
-assert "zgraph" in torch.compiler.list_backends(), torch.compiler.list_backends()
-model = torch.compile(build("mlp"), backend="zgraph", options={"backend": "aot_eager"})
-assert_same_bits(train(model._orig_mod, batches("mlp", STEPS)), plain_run("mlp"))
+seen = []
+note = zg.graph_pass(stage="schedule")(lambda graph, plan: seen.append(graph.stage))
+model = build("mlp")
+model.compile(backend="zgraph", options={"passes": [note], "backend": "aot_eager"})
+assert_same_bits(train(model, batches("mlp", STEPS)), plain_run("mlp"))
+assert seen == ["forward", "backward"], seen
 """
 
 

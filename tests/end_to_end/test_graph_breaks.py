@@ -96,8 +96,11 @@ def test_each_module_outside_graphs_is_named_once() -> None:
         assert modules_named(heard.messages) == ["enter", *inside, "leave"]
 
 
-@pytest.mark.parametrize("precision", [[], [HALF]], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["mlp", "llama"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("mlp", []), ("mlp", [HALF]), ("llama", [])],
+    ids=["mlp-fp32", "mlp-bf16", "llama-fp32"],
+)
 def test_a_model_that_dynamo_never_traces_trains_on_the_same_bits(
     name: str, precision: list[zg.Pass]
 ) -> None:

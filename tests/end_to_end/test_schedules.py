@@ -30,7 +30,7 @@ def train_each_way(described: Blocks, *pass_lists: list[zg.Pass]) -> list[Run]:
 
 
 @given(data=st.data(), described=blocks, half=st.booleans())
-@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
 def test_schedules_never_change_a_bit_at_two_ranks(
     data: st.DataObject, described: Blocks, half: bool
 ) -> None:
@@ -41,7 +41,7 @@ def test_schedules_never_change_a_bit_at_two_ranks(
 
 
 @given(data=st.data(), described=blocks)
-@settings(max_examples=10, deadline=None, derandomize=True, database=None)
+@settings(max_examples=6, deadline=None, derandomize=True, database=None)
 def test_schedules_change_nothing_but_rounding_at_three_ranks(
     data: st.DataObject, described: Blocks
 ) -> None:

@@ -126,9 +126,7 @@ def schedules(draw: st.DrawFn, described: Blocks) -> list[zg.Pass]:
         max_numel=st.sampled_from([0, 5, 30]),
         max_total=st.none() | st.sampled_from([0, 40]),
     )
-    reshard = st.builds(
-        zg.Reshard, after_forward=st.booleans(), keep_between_uses=st.booleans()
-    )
+    reshard = st.builds(zg.Reshard, after_forward=st.booleans(), keep_between_uses=st.booleans())
     prefetch = st.builds(
         zg.Prefetch, units=st.integers(0, 3), backward_units=st.none() | st.integers(0, 3)
     )
@@ -151,9 +149,9 @@ def _groups(described: Blocks) -> st.SearchStrategy[zg.Pass]:
             ]
         ),
         st.integers(1, total).map(zg.Group.by_numel),
-        st.lists(
-            st.integers(-1, 2), min_size=len(parameters), max_size=len(parameters)
-        ).map(lambda numbers: _by_name(list(parameters), numbers)),
+        st.lists(st.integers(-1, 2), min_size=len(parameters), max_size=len(parameters)).map(
+            lambda numbers: _by_name(list(parameters), numbers)
+        ),
     )
 
 

@@ -4,7 +4,7 @@ The functions whose names end in `_rank` run on every rank of the pool.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -97,10 +97,16 @@ def zgraph_rank(
     return train(model, own_batches(name))
 
 
-def fsdp2_rank(name: str, units: type[nn.Module], policy: MixedPrecisionPolicy, keep: bool) -> Run:
+def fsdp2_rank(
+    name: str,
+    units: type[nn.Module],
+    policy: MixedPrecisionPolicy,
+    reshard: bool,
+    shape: Sequence[int] | None = None,
+) -> Run:
     """Train with FSDP2: each module of class `units` and the root are its units."""
-    model, mesh = build(name), mesh_of()
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": not keep}
+    model, mesh = build(name), mesh_of(shape)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshard}
     for module in list(model.modules()):
         if isinstance(module, units):
             fully_shard(module, **options)
