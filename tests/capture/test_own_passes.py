@@ -24,7 +24,11 @@ def look(stage: str, before_partition: bool = False) -> Seen:
         counts = len(graph.gathers()), len(graph.scatters()), len(graph.waits())
         seen.append((graph.stage, counts, [unit.name for unit in plan.units]))
 
-    passes = (record, zg.Partition(), BY_CLASS) if before_partition else (zg.Partition(), BY_CLASS, record)
+    passes = (
+        (record, zg.Partition(), BY_CLASS)
+        if before_partition
+        else (zg.Partition(), BY_CLASS, record)
+    )
     model = compiled(small_tower, passes)
     step(model)
     with torch.no_grad():

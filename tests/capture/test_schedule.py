@@ -62,7 +62,9 @@ def test_prefetch_moves_the_second_gather_up() -> None:
     plain = outline(captured(small_tower, BY_CLASS, zg.Prefetch(0)).forward)
     ahead = outline(captured(small_tower, BY_CLASS, zg.Prefetch(1)).forward)
     FileCheck().check("gather layers.0").check_count("addmm", 2).check("gather layers.1").run(plain)
-    FileCheck().check("wait gather_default_1").check_next("gather layers.1").check("addmm").run(ahead)
+    FileCheck().check("wait gather_default_1").check_next("gather layers.1").check("addmm").run(
+        ahead
+    )
     # Not further than the last use of the unit before: two units are alive, not three.
     third = FileCheck().check("gather layers.1").check_count("addmm", 2)
     third.check("gather norm..head").run(ahead)
@@ -133,7 +135,9 @@ def test_without_reshard_the_whole_model_is_alive_at_the_end_of_forward() -> Non
     step = captured(tower, BY_CLASS, zg.Reshard(False))
     # Backward does not read the embedding: it is freed all the same.
     needed = sum(unit_bytes(step).values()) - unit_bytes(step)["embed"]
-    returned = int(step.forward.text.splitlines()[-1].split("# live ")[1].split()[0].replace(",", ""))
+    returned = int(
+        step.forward.text.splitlines()[-1].split("# live ")[1].split()[0].replace(",", "")
+    )
     assert returned == needed
     assert step.report.peak_gathered_bytes >= needed
 

@@ -94,7 +94,7 @@ def test_the_plan_hook_of_an_own_pass_runs_in_its_place() -> None:
 
     compiled(zg.Partition(), zg.Persist(max_numel=2), Look())
     assert seen == [True]
-    with pytest.raises(zg.PassError, match="look requires persistence.*move persist"):
+    with pytest.raises(zg.PassError, match=r"look requires persistence.*move persist"):
         compiled(zg.Partition(), Look(), zg.Persist(max_numel=2))
 
 

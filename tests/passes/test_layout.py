@@ -31,9 +31,7 @@ def parameter_plans(draw: st.DrawFn) -> ParameterPlan:
 def plans(draw: st.DrawFn) -> Plan:
     """One to three units over one to five ranks."""
     drawn = draw(st.lists(parameter_plans(), min_size=1, max_size=9))
-    named = [
-        ParameterPlan(**{**vars(p), "name": f"p{index}"}) for index, p in enumerate(drawn)
-    ]
+    named = [ParameterPlan(**{**vars(p), "name": f"p{index}"}) for index, p in enumerate(drawn)]
     unit_of = [draw(st.integers(0, 2)) for _ in named]
     units = tuple(
         Unit(f"u{u}", tuple(p.name for p, at in zip(named, unit_of, strict=True) if at == u))
@@ -71,7 +69,9 @@ def test_the_pieces_of_all_ranks_tile_every_parameter(plan: Plan) -> None:
 @given(plans())
 def test_the_gathered_slices_are_the_parameters_one_after_another(plan: Plan) -> None:
     for buffer in buffers(plan):
-        values = {s.name: torch.arange(s.numel) + 1000 * (i + 1) for i, s in enumerate(buffer.slots)}
+        values = {
+            s.name: torch.arange(s.numel) + 1000 * (i + 1) for i, s in enumerate(buffer.slots)
+        }
         slices = []
         for rank in range(ranks(plan, buffer)):
             own = torch.full((buffer.shard_numel,), -1)
@@ -173,7 +173,9 @@ def test_frozen_persistent_and_other_dtypes_lie_in_buffers_of_their_own() -> Non
 
 
 def test_bytes_are_those_of_the_dtype_at_rest_and_of_the_dtype_in_compute() -> None:
-    p = ParameterPlan("p", (), (10,), torch.float32, True, torch.float32, torch.bfloat16, torch.float32, True)
+    p = ParameterPlan(
+        "p", (), (10,), torch.float32, True, torch.float32, torch.bfloat16, torch.float32, True
+    )
     (buffer,) = one_unit(p).buffers  # padded to 2 slices of 8 bf16 elements, 16 bytes each
     assert (buffer.shard_bytes, buffer.gathered_bytes) == (8 * 4, 16 * 2)
     (whole,) = one_unit(fp32("q", 10, persistent=True)).buffers

@@ -76,17 +76,15 @@ def test_ignored_parameters_keep_every_dtype() -> None:
     assert found["trained"] == (FP32, FP32, FP32)
 
 
-@pytest.mark.parametrize(
-    ("text", "dtype"),
-    [
-        ("bf16", BF16),
-        ("bfloat16", BF16),
-        ("torch.bfloat16", BF16),
-        ("fp16", FP16),
-        ("float16", FP16),
-    ]
-    + [("half", FP16), ("fp32", FP32), ("float", FP32), ("fp64", torch.float64)],
-)
+NAMES = {
+    BF16: ("bf16", "bfloat16", "torch.bfloat16"),
+    FP16: ("fp16", "float16", "half"),
+    FP32: ("fp32", "float32", "float"),
+    torch.float64: ("fp64", "float64", "double"),
+}
+
+
+@pytest.mark.parametrize(("text", "dtype"), [(t, d) for d, texts in NAMES.items() for t in texts])
 def test_dtypes_may_be_given_by_name(text: str, dtype: torch.dtype) -> None:
     by_name = zg.MixedPrecision(text, text, text, text)
     assert by_name == zg.MixedPrecision(dtype, dtype, dtype, dtype)

@@ -17,7 +17,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def step(parameters: list[nn.Parameter], bad_element: int | None, fused: bool) -> tuple[Any, float]:
-    """One scaled step; the cube's gradient may hold one infinite element. (optimizer, new scale)."""
+    """One scaled step; one element of the cube's gradient may be infinite. (optimizer, scale)."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=fused)
     scaler.scale(torch.ones(()))  # makes the scale

@@ -24,7 +24,9 @@ def assert_close_grads(sharded: nn.Module, plain: nn.Module) -> None:
         assert (p.grad is None) == (q.grad is None), name
         if p.grad is not None:
             assert q.grad is not None and q.grad.shape == p.shape
-            torch.testing.assert_close(whole(q.grad), p.grad, msg=lambda text, n=name: f"{n}: {text}")
+            torch.testing.assert_close(
+                whole(q.grad), p.grad, msg=lambda text, n=name: f"{n}: {text}"
+            )
 
 
 class Parts(nn.Module):
@@ -170,7 +172,11 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
 def penalty(model: nn.Module) -> Tensor:
     """A loss term of the parameters themselves."""
     return sum(
-        (p.square().sum() + 0.1 * p.abs().sum() + p.norm() for p in model.parameters() if p.numel()),
+        (
+            p.square().sum() + 0.1 * p.abs().sum() + p.norm()
+            for p in model.parameters()
+            if p.numel()
+        ),
         start=torch.zeros(()),
     )
 

@@ -13,6 +13,7 @@ import zgraph as zg
 from tests.runtime.ranks import build, mesh_of_all, on_ranks, shard, whole
 
 WIDTH = 64
+A_MESH = 64  # bytes that slicing a device mesh may leave behind
 
 
 class Layer(nn.Linear):
@@ -145,8 +146,8 @@ def test_sharding_never_holds_more_than_the_shards_and_one_unit(per_unit: int) -
     report = zg.inspect(model)
     unit_bytes = max(row.gathered_bytes for row in report.units())
     buffers = sum(b.nbytes for b in model.buffers())
-    assert residence.peak <= report.shard_bytes + unit_bytes + buffers
-    assert residence.now() == report.shard_bytes + buffers
+    assert residence.peak <= report.shard_bytes + unit_bytes + buffers + A_MESH
+    assert 0 <= residence.now() - report.shard_bytes - buffers <= A_MESH
 
 
 @on_ranks(2)
@@ -158,7 +159,6 @@ def test_a_real_model_is_freed_as_it_is_sharded() -> None:
     report = zg.inspect(model)
     # One unit's shard is allocated before the unit itself is freed, and never more than that.
     assert residence.start == 6 * (WIDTH + 1) * WIDTH * 4
-    a_mesh = 64
     most = residence.start + max(row.shard_bytes for row in report.units())
-    assert most <= residence.peak <= most + a_mesh
-    assert report.shard_bytes <= made <= report.shard_bytes + a_mesh
+    assert most <= residence.peak <= most + A_MESH
+    assert report.shard_bytes <= made <= report.shard_bytes + A_MESH

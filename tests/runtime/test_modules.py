@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import zgraph as zg
 from tests.runtime.ranks import build, on_ranks, shard, whole
@@ -92,12 +94,38 @@ class Bilingual(nn.Module):
         return self.encoder(self.bilinear(x, x))
 
 
+class Normed(nn.Module):
+    """Weights that are computed from others whenever they are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = parametrizations.weight_norm(nn.Linear(5, 5))
+        self.second = parametrizations.orthogonal(nn.Linear(5, 5), "weight", "householder")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Checkpointed(nn.Module):
+    """Computes its first half again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 5))
+        self.second = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(checkpoint(self.first, x, use_reentrant=False))
+
+
 MODELS: dict[str, type[nn.Module]] = {
     "lstm and gru": Recurrent,
     "attention": Attending,
     "lists and dictionaries": Listing,
     "one layer twice": Twice,
     "getattr": Getting,
+    "weight norm": Normed,
+    "checkpointing": Checkpointed,
     "other layers": Bilingual,
 }
 
@@ -121,7 +149,9 @@ def assert_close(one: Step, other: Step) -> None:
     torch.testing.assert_close(one.output, other.output)
     assert one.gradients.keys() == other.gradients.keys()
     for name, gradient in one.gradients.items():
-        torch.testing.assert_close(gradient, other.gradients[name], msg=lambda t, n=name: f"{n}: {t}")
+        torch.testing.assert_close(
+            gradient, other.gradients[name], msg=lambda t, n=name: f"{n}: {t}"
+        )
 
 
 def compare(make: Callable[[], nn.Module], *passes: zg.Pass) -> None:
@@ -155,7 +185,9 @@ def test_so_it_does_with_persistent_parameters_in_one_unit(name: str) -> None:
 @on_ranks(2)
 def test_modules_keep_their_class_name_and_module() -> None:
     model, plain = shard(build(Bilingual)), build(Bilingual)
-    for (name, one), (other_name, other) in zip(model.named_modules(), plain.named_modules(), strict=True):
+    for (name, one), (other_name, other) in zip(
+        model.named_modules(), plain.named_modules(), strict=True
+    ):
         assert name == other_name and isinstance(one, type(other))
         assert type(one).__qualname__ == type(other).__qualname__
         assert type(one).__module__ == type(other).__module__

@@ -32,16 +32,20 @@ def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
 def models() -> list[nn.Module]:
     """Sharded, partly persistent, wholly persistent, and partly ignored."""
     ignored = zg.Partition(ignore=["cube", "vector"])
-    return [shard(build(Shapes), *passes) for passes in ((), (zg.Persist(7),), (zg.Persist(99),), (ignored,))]
+    return [
+        shard(build(Shapes), *passes)
+        for passes in ((), (zg.Persist(7),), (zg.Persist(99),), (ignored,))
+    ]
 
 
 @on_ranks(2, 3)
 def test_clipping_by_norm_equals_plain_pytorch() -> None:
+    sharded, unsharded = models(), build(Shapes)
     for foreach in (True, False, None):
         for norm_type in (1.0, 2.0, 3.0, INF):
-            plain = with_gradients(build(Shapes))
+            plain = with_gradients(unsharded)
             total = clip_grad_norm_(plain, 1.5, norm_type, foreach=foreach)
-            for model in models():
+            for model in sharded:
                 parameters = with_gradients(model)
                 norm = clip_grad_norm_(parameters, 1.5, norm_type, foreach=foreach)
                 assert type(norm) is Tensor
@@ -74,9 +78,9 @@ def test_persistent_parameters_count_once_in_a_norm() -> None:
 
 @on_ranks(2)
 def test_infinite_and_missing_numbers_show_in_the_norm_of_every_rank() -> None:
+    parameters = with_gradients(shard(build(Shapes)))
     for value in (INF, float("nan")):
         for element in (0, 65):  # in the first rank's piece, in the last one's
-            parameters = with_gradients(shard(build(Shapes)))
             gradient = torch.zeros(66)
             gradient[element] = value
             parameters[-1].grad = gradient.view(3, 2, 11)
@@ -87,10 +91,11 @@ def test_infinite_and_missing_numbers_show_in_the_norm_of_every_rank() -> None:
 
 @on_ranks(2)
 def test_clipping_by_value_equals_plain_pytorch() -> None:
+    sharded = models()
     for foreach in (True, False):
         plain = with_gradients(build(Shapes))
         clip_grad_value_(plain, 0.7, foreach=foreach)
-        for model in models():
+        for model in sharded:
             parameters = with_gradients(model)
             clip_grad_value_(parameters, 0.7, foreach=foreach)
             assert_close([p.grad for p in parameters], [p.grad for p in plain])
@@ -100,7 +105,7 @@ def test_clipping_by_value_equals_plain_pytorch() -> None:
 def test_norms_of_negative_order_are_refused_on_every_rank() -> None:
     for p in with_gradients(shard(build(Shapes))):
         for order in (-1, -INF):
-            with pytest.raises(zg.WholeTensorError, match="norm of a sharded tensor.*full_tensor"):
+            with pytest.raises(zg.WholeTensorError, match=r"norm of a sharded tensor.*full_tensor"):
                 torch.linalg.vector_norm(p.detach(), order)
 
 
@@ -135,4 +140,6 @@ def test_reductions_give_every_rank_the_value_of_the_whole() -> None:
                     continue
                 actual, expected = reduce(p.detach()), reduce(plain[name].detach())
                 assert type(actual) is Tensor and actual.dtype == expected.dtype, kind
-                torch.testing.assert_close(actual, expected, msg=lambda t, k=kind, n=name: f"{k} {n}: {t}")
+                torch.testing.assert_close(
+                    actual, expected, msg=lambda t, k=kind, n=name: f"{k} {n}: {t}"
+                )

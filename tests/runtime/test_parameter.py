@@ -29,7 +29,10 @@ def test_it_has_the_shape_dtype_and_dimensions_of_the_whole() -> None:
 @on_ranks(2)
 def test_it_shows_its_name_shape_and_which_part_it_holds() -> None:
     shown = repr(dict(shard(build(Shapes), zg.Persist(1)).named_parameters()))
-    for words in ("ShardedParameter(matrix, shape=[5, 3], dtype=torch.float32", "cube, shape=[3, 2, 11]"):
+    for words in (
+        "ShardedParameter(matrix, shape=[5, 3], dtype=torch.float32",
+        "cube, shape=[3, 2, 11]",
+    ):
         assert words in shown
     assert ("elements 0..15" in shown) == (dist.get_rank() == 0)
     assert shown.count("whole") == 3  # one, scalar, empty
@@ -49,7 +52,9 @@ def test_pieces_of_all_ranks_are_the_whole() -> None:
 @on_ranks(2)
 def test_a_persistent_parameter_is_whole_on_every_rank() -> None:
     plain = build(Shapes)
-    for p, q in zip(shard(build(Shapes), zg.Persist(10**6)).parameters(), plain.parameters(), strict=True):
+    for p, q in zip(
+        shard(build(Shapes), zg.Persist(10**6)).parameters(), plain.parameters(), strict=True
+    ):
         assert p.to_local().view(p.shape).equal(q)
         assert p.full_tensor().equal(q)
 
@@ -173,7 +178,9 @@ def test_what_the_plan_has_fixed_cannot_be_changed() -> None:
     p["matrix"].requires_grad_(True)
     p["frozen"].requires_grad_(False)
     for name, wanted in (("matrix", False), ("frozen", True)):
-        with pytest.raises(zg.WholeTensorError, match=rf"{name}: requires_grad is part of the plan"):
+        with pytest.raises(
+            zg.WholeTensorError, match=rf"{name}: requires_grad is part of the plan"
+        ):
             p[name].requires_grad_(wanted)
 
 
@@ -182,11 +189,11 @@ def test_what_would_silently_do_nothing_is_refused() -> None:
     model = shard(build(Shapes))
     p = dict(model.named_parameters())["matrix"]
     for register in (p.register_hook, p.register_post_accumulate_grad_hook):
-        with pytest.raises(zg.WholeTensorError, match="matrix: .*hooks"):
+        with pytest.raises(zg.WholeTensorError, match=r"matrix: .*hooks"):
             register(lambda grad: grad)
     with pytest.raises(zg.WholeTensorError, match="shared memory"):
         model.share_memory()
-    with pytest.raises(zg.ModelError, match="matrix is sharded.*copy_"):
+    with pytest.raises(zg.ModelError, match=r"matrix is sharded.*copy_"):
         model.matrix = nn.Parameter(torch.ones(5, 3))
 
 

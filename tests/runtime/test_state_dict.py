@@ -57,9 +57,9 @@ def test_loading_refuses_what_plain_pytorch_refuses() -> None:
     model = shard(build(Net))
     given = build(Net, seed=7).state_dict()
     missing = {key: value for key, value in given.items() if key != "norm.bias"}
-    with pytest.raises(RuntimeError, match="Missing key.*norm.bias"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*norm\.bias"):
         model.load_state_dict(missing)
-    with pytest.raises(RuntimeError, match="size mismatch for head.bias"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for head\.bias"):
         model.load_state_dict({**given, "head.bias": torch.ones(8)})
     result = model.load_state_dict({"norm.weight": given["norm.weight"]}, strict=False)
     assert "embed.weight" in result.missing_keys

@@ -155,9 +155,8 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 def mean_run(runs: Sequence[Run]) -> Run:
     """All ranks' run as one: the mean of their losses, and the tensors that all must share."""
+    first = replace(runs[0], losses=[])
     for run in runs[1:]:
-        assert_same_bits(
-            Run([], run.parameters, run.buffers), Run([], runs[0].parameters, runs[0].buffers)
-        )
+        assert_same_bits(replace(run, losses=[]), first)
     losses = [sum(step) / len(runs) for step in zip(*(run.losses for run in runs), strict=True)]
     return Run(losses, runs[0].parameters, runs[0].buffers)

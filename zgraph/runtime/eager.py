@@ -7,7 +7,8 @@ buffer while another gathers it would hang.
 """
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -63,14 +64,16 @@ class EagerReads:
             )
 
 
-# Dynamo would otherwise make graphs of its own from what a skipped frame calls here.
-@torch.compiler.disable
-def read(source: "Read") -> Tensor:
+def _read(source: "Read") -> Tensor:
     """The whole parameter in compute dtype, differentiable."""
     reads: EagerReads = source.flat.eager_reads
     reads.name_once(source.module)
     whole = reads.whole(source.flat)
     return _EagerParameter.apply(source.flat.data, whole, source)
+
+
+# Dynamo would otherwise make graphs of its own from what a skipped frame calls here.
+read = cast("Callable[[Read], Tensor]", torch.compiler.disable(_read))
 
 
 class _EagerParameter(torch.autograd.Function):

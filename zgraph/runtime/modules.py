@@ -108,10 +108,10 @@ def _register_parameter(module: nn.Module, name: str, param: nn.Parameter | None
     """What assigning a parameter and `load_state_dict(assign=True)` call: not over a shard."""
     if name in module.__dict__[READS]:
         raise ModelError(
-            f"{module.__dict__[READS][name].slot.name} is sharded, and another parameter in its place "
-            "would not be; copy into it with p.copy_(…) or load_state_dict(…)"
+            f"{module.__dict__[READS][name].slot.name} is sharded, and another parameter in its "
+            "place would not be; copy into it with p.copy_(…) or load_state_dict(…)"
         )
-    super(type(module), module).register_parameter(name, param)
+    cast(Any, super(type(module), module)).register_parameter(name, param)
 
 
 def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

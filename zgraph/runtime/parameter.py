@@ -5,8 +5,7 @@ them where they are fused or foreach. Norms and other reductions return the glob
 rank. Anything else needs the whole tensor and says so.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,27 +13,11 @@ from torch import Tensor
 
 from zgraph._torch import enable_foreach, pytree
 from zgraph.errors import WholeTensorError
-from zgraph.runtime import collectives, reductions
+from zgraph.runtime import collectives, pointwise, reductions
+from zgraph.runtime.piece import Piece, needs_whole
 from zgraph.runtime.storage import FlatShard
 
 _aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Which part of which parameter: `start` and `length` in elements of the whole."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    length: int
-    offset: int  # of the parameter in its flat buffer, in elements
-    shard_numel: int  # elements of one rank's slice of that buffer
-    group: str  # over which the parameter is split; "" if it lies whole on every rank
-
-    def of(self, whole: Tensor) -> Tensor:
-        """This piece of a whole tensor of `shape`, 1-D."""
-        return whole.reshape(-1)[self.start : self.start + self.length]
 
 
 class ShardedParameter(torch.Tensor):
@@ -138,11 +121,11 @@ class ShardedParameter(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The tensor without its gradient's history. Assigning copies, since shards stay in place."""
+        """The tensor, detached. Assigning copies, since shards stay in place."""
         return self.detach()
 
     @data.setter
-    def data(self, value: Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def data(self, value: Tensor) -> None:
         with torch.no_grad():
             self.copy_(value)
 
@@ -195,12 +178,16 @@ class ShardedParameter(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in (_aten.detach.default, _aten.alias.default):
+            # The piece itself, not a view: below autograd a view's writes are not counted.
+            return ShardedParameter(args[0]._local, args[0]._piece)
         reduction = reductions.RULES.get(func)
         if reduction is not None:
             return reduction(func, args, kwargs)
-        if not _is_elementwise(func):
-            raise _needs_whole(func, args, kwargs)
-        return _run_on_pieces(func, args, kwargs)
+        if pointwise.is_pointwise(func):
+            return pointwise.run(cls, func, args, kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        raise needs_whole(func, next(x._piece for x in leaves if isinstance(x, cls)))
 
 
 def _take_over_grad(parameter: ShardedParameter) -> None:
@@ -214,118 +201,5 @@ def _take_over_grad(parameter: ShardedParameter) -> None:
     parameter._flat.receive_piece(parameter._piece.name, gradient._local)
     base.__set__(parameter, None)
 
-
-def _is_elementwise(func: Any) -> bool:
-    name = func._schema.name
-    return (
-        torch.Tag.pointwise in func.tags
-        or func in _SAME_PLACE
-        or name.startswith(("aten::_foreach_", "aten::_fused_"))
-    )
-
-
-# Ops that give each element its own result without the tag that says so.
-_SAME_PLACE = frozenset(
-    {
-        _aten.detach.default,
-        _aten.alias.default,
-        _aten.clone.default,
-        _aten.copy_.default,
-        _aten._to_copy.default,
-        _aten.zero_.default,
-        _aten.fill_.Scalar,
-        _aten.fill_.Tensor,
-        _aten.empty_like.default,
-        _aten.zeros_like.default,
-        _aten.ones_like.default,
-        _aten.full_like.default,
-        _aten.masked_fill.Scalar,
-        _aten.masked_fill_.Scalar,
-        _aten.lerp_.Scalar,
-        _aten.lerp_.Tensor,
-        _aten._amp_foreach_non_finite_check_and_unscale_.default,
-    }
-)
-
-
-def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    sharded = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ShardedParameter)]
-    piece = sharded[0]._piece
-    lists = isinstance(args[0], (list, tuple))
-    if not lists:
-        _check_same_place(func, sharded)
-        if any(
-            x.dim() and not isinstance(x, ShardedParameter) for x in _written(func, args, kwargs)
-        ):
-            raise _needs_whole(func, args, kwargs)  # a rank would write its own part only
-
-    def local(value: Any) -> Any:
-        if isinstance(value, ShardedParameter):
-            return value._local
-        if (
-            isinstance(value, Tensor)
-            and not lists
-            and value.dim()
-            and tuple(value.shape) == piece.shape
-        ):
-            return piece.of(value)
-        if isinstance(value, Tensor) and not lists and value.dim():
-            raise _needs_whole(func, args, kwargs)
-        return value
-
-    # A memory format speaks of the global shape; pieces are flat.
-    kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
-    result = func(*pytree.tree_map(local, args), **pytree.tree_map(local, kwargs))
-    if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
-        reductions.share_found_inf(args[0], args[1])
-    written = [x for x in _written(func, args, kwargs) if isinstance(x, ShardedParameter)]
-    if written:
-        # Below autograd nothing counts this write; graphs that saved the shard must notice it.
-        torch.autograd.graph.increment_version([x._local for x in written])
-    if func._schema.name.endswith("_") or func._schema.name.startswith("aten::_fused_"):
-        return args[0] if not lists else None
-    return _wrap(result, args[0] if lists else sharded[0])
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Tensors that `func` writes to, sharded or not."""
-    found: list[Any] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += pytree.tree_leaves(value)
-    return [x for x in found if isinstance(x, Tensor)]
-
-
-def _wrap(result: Any, like: Any) -> Any:
-    if isinstance(result, (list, tuple)):
-        return [_wrap(item, source) for item, source in zip(result, like, strict=True)]
-    if isinstance(result, Tensor) and isinstance(like, ShardedParameter):
-        return ShardedParameter(result, like._piece)
-    return result
-
-
-def _check_same_place(func: Any, sharded: Sequence[ShardedParameter]) -> None:
-    first = sharded[0]._piece
-    for other in sharded[1:]:
-        p = other._piece
-        if (p.shape, p.start, p.length) != (first.shape, first.start, first.length):
-            raise WholeTensorError(
-                f"{func}: {first.name} and {p.name} are split differently; combine "
-                f"{first.name}.full_tensor() and {p.name}.full_tensor() instead"
-            )
-
-
-def _needs_whole(func: Any, args: Any, kwargs: Any) -> WholeTensorError:
-    leaves = pytree.tree_leaves((args, kwargs))
-    piece = next(x._piece for x in leaves if isinstance(x, ShardedParameter))
-    ranks = collectives.size(piece.group)
-    return WholeTensorError(
-        f"{func} needs the whole of {piece.name} {list(piece.shape)}, which is split over "
-        f"{ranks} ranks; call .full_tensor() first, on every rank"
-    )
-
-
-Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 enable_foreach(ShardedParameter)

@@ -15,6 +15,7 @@ from torch import Tensor
 from zgraph._torch import group_by_name
 from zgraph.errors import WholeTensorError
 from zgraph.runtime import collectives
+from zgraph.runtime.piece import needs_whole
 
 _aten = torch.ops.aten
 
@@ -80,9 +81,9 @@ def _vector_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     dims = args[2] if len(args) > 2 else kwargs.get("dim")
     keepdim = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
     if dims is not None and sorted(d % args[0].dim() for d in dims) != list(range(args[0].dim())):
-        raise _whole(func, args[0])
+        raise needs_whole(func, args[0]._piece)
     if keepdim:
-        raise _whole(func, args[0])
+        raise needs_whole(func, args[0]._piece)
     return norms([args[0]], float(order), kwargs.get("dtype"))[0]
 
 
@@ -104,7 +105,7 @@ def _scalar(
 
     def rule(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         if len(args) > 1:
-            raise _whole(func, args[0])
+            raise needs_whole(func, args[0]._piece)
         tensor, dtype = args[0], kwargs.get("dtype")
         local = tensor._local if dtype is None else tensor._local.to(dtype)
         value = reduce(local) if local.numel() else empty(local)
@@ -125,13 +126,6 @@ def share_found_inf(tensors: Sequence[Any], found_inf: Tensor) -> None:
     for group in dict.fromkeys(filter(None, map(_group, tensors))):
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group_by_name(group))
     found_inf.copy_(flag.reshape(found_inf.shape))
-
-
-def _whole(func: Any, tensor: Any) -> WholeTensorError:
-    return WholeTensorError(
-        f"{func} along some dimensions needs the whole of {tensor._piece.name}; call "
-        ".full_tensor() first, on every rank"
-    )
 
 
 def _limit(sign: int) -> Callable[[Tensor], Tensor]:

@@ -17,7 +17,8 @@ from zgraph.layout import Layout, Slot
 from zgraph.plan import Plan, Unit
 from zgraph.runtime import modules
 from zgraph.runtime.eager import EagerReads
-from zgraph.runtime.parameter import Piece, ShardedParameter
+from zgraph.runtime.parameter import ShardedParameter
+from zgraph.runtime.piece import Piece
 from zgraph.runtime.storage import FlatShard, Groups
 
 Owner = tuple[str, nn.Module, str]  # module name, module, attribute
