@@ -52,7 +52,9 @@ def _optimizers_of(own: set[nn.Parameter]) -> list[tuple[str, int]]:
     # gc knows every living optimizer; objects may raise on inspection, so only the type is asked.
     for candidate in gc.get_objects():
         if issubclass(type(candidate), torch.optim.Optimizer):
-            held = [p for group in candidate.param_groups for p in group["params"] if p in own]
+            # One whose constructor raised may linger without groups.
+            groups = getattr(candidate, "param_groups", ())
+            held = [p for group in groups for p in group["params"] if p in own]
             found += [(type(candidate).__name__, len(held))] if held else []
     return found
 

@@ -60,31 +60,32 @@ def _whole(graph: Graph, node: fx.Node) -> fx.Node:
 def _pack(graph: Graph, node: fx.Node) -> fx.Node:
     """Flatten, cast and concatenate, with zeros between and for parameters without gradient."""
     grads, offsets, _, numel, dtype = arguments(node)
-    device = node.meta["val"].device
     parts: list[fx.Node] = []
     end = 0
-
-    def pad_to(offset: int) -> None:
-        if offset > end:
-            with graph.fx.inserting_before(node):
-                zeros = graph.fx.call_function(
-                    _aten.full.default,
-                    ([offset - end], 0),
-                    {"dtype": dtype, "device": device, "pin_memory": False},
-                )
-            zeros.meta["val"] = node.meta["val"].new_empty(offset - end)
-            parts.append(zeros)
-
     for grad, offset in zip(grads, offsets, strict=True):
         count = grad.meta["val"].numel()
         if not count:
             continue
-        pad_to(offset)
+        if end < offset:
+            parts.append(_zeros(graph, node, offset - end))
         flat = graph.call(_aten.reshape.default, grad, [count], before=node, role="flatten")
         parts.append(_to(graph, flat, dtype, node))
         end = offset + count
-    pad_to(numel)
+    if end < numel or not parts:
+        parts.append(_zeros(graph, node, numel - end))
     return graph.call(_aten.cat.default, parts, before=node, role="pack")
+
+
+def _zeros(graph: Graph, pack: fx.Node, count: int) -> fx.Node:
+    value = pack.meta["val"]
+    with graph.fx.inserting_before(pack):
+        node = graph.fx.call_function(
+            _aten.full.default,
+            ([count], 0),
+            {"dtype": value.dtype, "device": value.device, "pin_memory": False},
+        )
+    node.meta["val"] = value.new_empty(count)
+    return node
 
 
 def _scatter(graph: Graph, node: fx.Node) -> fx.Node:

@@ -3,11 +3,13 @@
 import re
 
 import pytest
+import torch
 from torch.testing import FileCheck
 
 import zgraph as zg
-from tests.capture.steps import Captured, captured, small_tower, tied_tower, tower
+from tests.capture.steps import Captured, captured, compiled, small_tower, tied_tower, tower
 from tests.passes.toys import Block
+from tests.support.pool import run_ranks
 from zgraph.capture import GraphRecord
 
 BY_CLASS = zg.Group.by_class(Block)
@@ -129,6 +131,23 @@ def test_units_of_several_blocks_are_bounded_alike(units: int) -> None:
     step = captured(tower, groups, zg.Prefetch(units))
     for record in (step.forward, step.backward):
         assert record.peak_gathered_bytes <= most_bytes(step, 1 + units)
+
+
+def infer(units: int) -> GraphRecord:
+    """On a rank: the graph of a call without gradients."""
+    model = compiled(tower, (zg.Partition(), BY_CLASS, zg.Prefetch(units)))
+    with torch.no_grad():
+        model(torch.arange(8).view(2, 4))
+    (record,) = zg.inspect(model).graphs("inference")
+    return record
+
+
+@pytest.mark.parametrize("units", [0, 1])
+def test_without_gradients_the_same_bound_holds_and_nothing_is_scattered(units: int) -> None:
+    record = run_ranks(infer, 2, units)[0]
+    assert record.gathers == captured(tower, BY_CLASS).forward.gathers
+    assert record.scatters == record.reduces == ()
+    assert record.peak_gathered_bytes == (1 + units) * BLOCK_BYTES
 
 
 def test_without_reshard_the_whole_model_is_alive_at_the_end_of_forward() -> None:

@@ -111,6 +111,12 @@ def test_by_name_takes_a_parameter_and_a_bare_string() -> None:
     assert found["norm.bias"] == ("norm.bias",)
 
 
+def test_the_empty_name_is_the_model_itself() -> None:
+    model = Tower(1)
+    names = tuple(name for name, _ in model.named_parameters())
+    assert members(planned(model, zg.Group.by_name([[""]]))) == {"model": names}
+
+
 def test_members_stay_in_registration_order_however_they_were_named() -> None:
     forward = planned(Tower(), zg.Group.by_name([["layers.0", "head"]]))
     reverse = planned(Tower(), zg.Group.by_name([["head", "layers.0"]]))

@@ -253,6 +253,12 @@ def test_reshard_to_anything_but_a_bool_is_refused(after_forward: object) -> Non
         zg.Reshard(after_forward)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("keep", [2, None, "no"])
+def test_keeping_buffers_between_uses_is_a_bool_too(keep: object) -> None:
+    with pytest.raises(zg.PassError, match=r"Reshard\(keep_between_uses=.*True or False"):
+        zg.Reshard(True, keep)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("min_numel", [0, -3, 2.5, "7", None])
 def test_a_size_that_is_no_positive_integer_is_refused(min_numel: object) -> None:
     with pytest.raises(zg.PassError, match=r"by_numel.*positive integer"):

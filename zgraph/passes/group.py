@@ -144,7 +144,7 @@ class GroupByName(_GroupPass):
                 raise PassError(f"{self}: {min(found & inside)} is named twice in one group")
             inside |= found
         members = tuple(p.name for p in plan.partitioned() if p.name in inside)
-        return Unit(range_name(names), members, tuple(n for n in names if n in modules))
+        return Unit(range_name(names) or "model", members, tuple(n for n in names if n in modules))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class Reshard(Pass):
     is gathered anew for each run of uses (`False`, the least memory).
 
     Raises:
-        PassError: `after_forward` is not a bool.
+        PassError: an argument is not a bool.
     """
 
     name: ClassVar[str] = "reshard"
@@ -42,10 +42,10 @@ class Reshard(Pass):
     keep_between_uses: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.after_forward, bool):
-            raise PassError(
-                f"Reshard(after_forward={self.after_forward!r}): expected True or False"
-            )
+        for label in ("after_forward", "keep_between_uses"):
+            value = getattr(self, label)
+            if not isinstance(value, bool):
+                raise PassError(f"Reshard({label}={value!r}): expected True or False")
 
     def plan(self, plan: Plan) -> Plan:
         return plan.changed(

@@ -197,8 +197,8 @@ def _take_over_grad(parameter: ShardedParameter) -> None:
     """
     base: Any = torch.Tensor.grad
     gradient = base.__get__(parameter)
-    assert parameter._flat is not None and isinstance(gradient, ShardedParameter)
-    parameter._flat.receive_piece(parameter._piece.name, gradient._local)
+    assert parameter._flat is not None
+    parameter._flat.receive_piece(parameter._piece.name, parameter._own_part(gradient))
     base.__set__(parameter, None)
 
 

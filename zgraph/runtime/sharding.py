@@ -5,7 +5,7 @@ into the flat shard, and freed, so that a rank never holds more than its shards 
 what the model itself held before.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,8 @@ from torch import nn
 from zgraph._torch import group_by_name
 from zgraph.errors import ModelError
 from zgraph.layout import Layout, Slot
-from zgraph.plan import Plan, Unit
-from zgraph.runtime import modules
+from zgraph.plan import Plan
+from zgraph.runtime import modules as sharded_modules
 from zgraph.runtime.eager import EagerReads
 from zgraph.runtime.parameter import ShardedParameter
 from zgraph.runtime.piece import Piece
@@ -40,7 +40,8 @@ def shard_model(
     owners = _owners(model, plan)
     shards: dict[str, FlatShard] = {}
     for unit in plan.units:
-        _materialise(owners, unit, device)
+        readers = [module for name in unit.parameters for _, module, _ in owners[name]]
+        _materialise(owners, readers, device)
         for buffer in layout.buffers:
             if buffer.unit != unit.name:
                 continue
@@ -55,17 +56,16 @@ def shard_model(
             _repeat_first_replica(flat)
             shards[buffer.name] = flat
     _install(model, owners, layout, shards)
-    _move_the_rest(model, device)
+    # What owns no shards: ignored parameters, and buffers.
+    _materialise(owners, model.modules(), device)
+    _move_buffers(model, device)
     return shards
 
 
 def check_materialisable(model: nn.Module) -> None:
     """Raise `ModelError` if a meta module cannot be built: it has no `reset_parameters`."""
     for name, module in model.named_modules():
-        own = [*module._parameters.values(), *module._buffers.values()]
-        if any(t is not None and t.is_meta for t in own) and not hasattr(
-            module, "reset_parameters"
-        ):
+        if _is_meta(module) and not hasattr(module, "reset_parameters"):
             raise ModelError(
                 f"{name or 'the model'} ({type(module).__name__}) is on the meta device and has no "
                 "reset_parameters(); add one that fills its direct parameters and buffers, or "
@@ -74,19 +74,21 @@ def check_materialisable(model: nn.Module) -> None:
 
 
 def _owners(model: nn.Module, plan: Plan) -> dict[str, list[Owner]]:
-    """Every place where each partitioned parameter is registered, by canonical name."""
-    canonical, wanted = plan.canonical, {p.name for p in plan.partitioned()}
+    """Every place where each parameter is registered, by canonical name."""
+    canonical = plan.canonical
     owners: dict[str, list[Owner]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
-            full = canonical.get(f"{name}.{attribute}" if name else attribute)
-            if parameter is not None and full in wanted:
+            if parameter is not None:
+                full = canonical[f"{name}.{attribute}" if name else attribute]
                 owners.setdefault(full, []).append((name, module, attribute))
     return owners
 
 
-def _materialise(owners: dict[str, list[Owner]], unit: Unit, device: torch.device) -> None:
-    """Give meta modules that own parameters of the unit storage, and let them fill it.
+def _materialise(
+    owners: dict[str, list[Owner]], modules: Iterable[nn.Module], device: torch.device
+) -> None:
+    """Give those of `modules` that are on the meta device storage, and let them fill it.
 
     All of a module's direct parameters at once, since its `reset_parameters` fills them all.
     """
@@ -96,19 +98,19 @@ def _materialise(owners: dict[str, list[Owner]], unit: Unit, device: torch.devic
         for _, module, attribute in rest[:1]
         if (parameter := module._parameters[attribute]) is not None and parameter.is_meta
     }
-    found: dict[nn.Module, None] = {}
-    for name in unit.parameters:
-        found.update({module: None for _, module, _ in owners[name]})
-    stale = [m for m in found if any(p is not None and p.is_meta for p in m._parameters.values())]
+    stale = [module for module in dict.fromkeys(modules) if _is_meta(module)]
     for module in stale:
         for parameter in list(module._parameters.values()):
             if parameter is not None and parameter.is_meta:
-                whole = nn.Parameter(
-                    torch.empty_like(parameter, device=device), parameter.requires_grad
-                )
-                _replace(places[parameter], whole)
+                whole = torch.empty_like(parameter, device=device)
+                _replace(places[parameter], nn.Parameter(whole, parameter.requires_grad))
     for module in stale:
         _fill_meta_module(module, device)
+
+
+def _is_meta(module: nn.Module) -> bool:
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and tensor.is_meta for tensor in own)
 
 
 def _fill_meta_module(module: nn.Module, device: torch.device) -> None:
@@ -153,29 +155,21 @@ def _repeat_first_replica(flat: FlatShard) -> None:
 def _install(
     model: nn.Module, owners: dict[str, list[Owner]], layout: Layout, shards: dict[str, FlatShard]
 ) -> None:
-    reads: dict[nn.Module, dict[str, modules.Read]] = {}
+    reads: dict[nn.Module, dict[str, sharded_modules.Read]] = {}
     for buffer, slot in layout.slots():
         for name, module, attribute in owners[slot.name]:
-            read = modules.Read.of(shards[buffer.name], slot, name)
+            read = sharded_modules.Read.of(shards[buffer.name], slot, name)
             reads.setdefault(module, {})[attribute] = read
-    tied = {name for name, places in owners.items() if len(places) > 1}
+    tied = [slot.name for _, slot in layout.slots() if len(owners[slot.name]) > 1]
     with_tied = [name for key in tied for name, _, _ in owners[key]]
     for name, module in model.named_modules():
         has_tied = any(name in ("", other) or other.startswith(f"{name}.") for other in with_tied)
         if module in reads or has_tied:
-            modules.install(module, reads.get(module, {}), has_tied)
+            sharded_modules.install(module, reads.get(module, {}), has_tied)
 
 
-def _move_the_rest(model: nn.Module, device: torch.device) -> None:
-    """Move buffers, and build modules that were left on the meta device (they own no shards)."""
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
-        if any(b is not None and b.is_meta for b in module._buffers.values()):
-            _fill_meta_module(module, device)
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
                 module._buffers[key] = buffer.to(device)
-
-
-def unsharded(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that stayed ordinary ones."""
-    return ((n, p) for n, p in model.named_parameters() if not isinstance(p, ShardedParameter))

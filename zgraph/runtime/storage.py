@@ -31,12 +31,12 @@ class Groups:
 
     def gather_group(self, buffer: Buffer) -> str:
         """Group that gathers and scatters `buffer`; "" if it lies whole on every rank."""
-        return "" if buffer.persistent else self.shard
+        return "" if buffer.persistent or not buffer.numel else self.shard
 
     def sum_groups(self, buffer: Buffer) -> tuple[str, ...]:
         """Groups over which gradients are averaged besides the scatter."""
         candidates = (self.shard if buffer.persistent else "", self.replicate)
-        return tuple(group for group in candidates if group)
+        return tuple(group for group in candidates if group and buffer.numel)
 
 
 class FlatShard:
