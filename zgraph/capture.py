@@ -10,6 +10,7 @@ captured frame of a model gets a `Frame`, with its own gathers.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, fx
@@ -62,12 +63,13 @@ class Frame:
     """One captured frame: its compiled callable, and which inputs are flat shards.
 
     Attributes:
-        shards: (input position, shard) for each flat shard that the frame reads.
+        shards: (input position, shard) for each flat shard that the frame reads. Weak, since
+            compiled code may outlive its model.
         trained: names of parameters that get a gradient from this frame, by buffer.
         graphs: records of the frame's scheduled graphs; backward may come later than forward.
     """
 
-    shards: list[tuple[int, FlatShard]] = field(default_factory=list)
+    shards: list[tuple[int, ReferenceType[FlatShard]]] = field(default_factory=list)
     trained: dict[str, frozenset[str]] = field(default_factory=dict)
     graphs: list[GraphRecord] = field(default_factory=list)
     compiled: Callable[..., Any] = lambda *inputs: inputs
@@ -84,7 +86,8 @@ class Frame:
 
     def trained_shards(self) -> list[tuple[int, FlatShard]]:
         """Those of `shards` that get a gradient from this frame."""
-        return [(at, flat) for at, flat in self.shards if flat.buffer.name in self.trained]
+        alive = [(at, flat) for at, weak in self.shards if (flat := weak()) is not None]
+        return [(at, flat) for at, flat in alive if flat.buffer.name in self.trained]
 
 
 class _ReceiveGradients(torch.autograd.Function):
@@ -123,7 +126,7 @@ class Capture:
         self.passes = tuple(passes)
         self.plan = plan
         self.layout = layout
-        self.shards = shards
+        self.shards = WeakValueDictionary(shards)
         self.backend = backend
         self.frames: list[Frame] = []
 
@@ -133,12 +136,12 @@ class Capture:
         self.frames.append(frame)
         return torch.compiler.disable(frame, reason="a compiled graph is not traced again")
 
-    def _find_shards(self, module: fx.GraphModule) -> list[tuple[int, FlatShard]]:
+    def _find_shards(self, module: fx.GraphModule) -> list[tuple[int, ReferenceType[FlatShard]]]:
         """Inputs that are flat shards: the first arguments of captured `parameter` calls."""
         positions = {n: i for i, n in enumerate(module.graph.find_nodes(op="placeholder"))}
-        found: dict[int, FlatShard] = {}
+        found: dict[int, ReferenceType[FlatShard]] = {}
         for node in module.graph.find_nodes(op="call_function", target=ops.parameter):
-            found[positions[node.args[0]]] = self.shards[str(node.args[2])]
+            found[positions[node.args[0]]] = ref(self.shards[str(node.args[2])])
         return list(found.items())
 
 

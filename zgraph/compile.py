@@ -5,6 +5,7 @@ Everything that can be wrong is checked first, on every rank; only then is the m
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from zgraph import checks
 from zgraph._torch import raised_recompile_limit, set_compiled_call
 from zgraph.backends.base import BackendName, choose
 from zgraph.capture import Capture
+from zgraph.errors import PassError
 from zgraph.layout import Layout, lay_out
 from zgraph.passes import Group, Partition, Pass, Pipeline, Reshard
 from zgraph.plan import Axis, Plan, describe, units_covering
@@ -89,7 +91,11 @@ def _prepare(
     """The finished plan; everything that can be wrong with the arguments is raised here."""
     checks.model(model)
     pipeline = Pipeline(_completed(passes))
-    partition = next(item for item in pipeline.passes if isinstance(item, Partition))
+    partition = next((item for item in pipeline.passes if isinstance(item, Partition)), None)
+    if partition is None:
+        raise PassError(
+            "passes has no zg.Partition(), which says what is split; add it, or a subclass"
+        )
     device = _device(mesh, model)
     choose(backend, device.type)
     checks.mesh_axes(partition, mesh)
@@ -163,7 +169,10 @@ def _compiled_call(
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
 
-    compiled = torch.compile(call, backend=capture, fullgraph=fullgraph, dynamic=dynamic)
+    # Dynamo keeps compiled graphs with the code that they were captured from. This code is the
+    # model's own, so they go when the model goes, and models do not share a recompile limit.
+    own = FunctionType(call.__code__.replace(), globals(), "call", None, call.__closure__)
+    compiled = torch.compile(own, backend=capture, fullgraph=fullgraph, dynamic=dynamic)
     limit = 8 * (2 + len(capture.plan.units))
 
     def run(*args: Any, **kwargs: Any) -> Any:

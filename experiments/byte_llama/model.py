@@ -48,7 +48,7 @@ class LlamaConfig:
 
     @classmethod
     def demo(cls) -> Self:
-        """0.91 million parameters, tied: one step of 2,048 tokens takes about 0.15 s on two CPU cores.
+        """0.91 million parameters, tied. A step of 2,048 tokens takes 0.15 s on two CPU cores.
 
         Deep and narrow, so that one block is a small part of the whole, as it is in a large model.
         """

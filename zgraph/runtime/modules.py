@@ -78,7 +78,8 @@ def install(module: nn.Module, reads: dict[str, Read], has_tied: bool) -> None:
 # Shards are the inputs here, and Dynamo leaves modules alone that have a `named_parameters` of
 # their own.
 def _named_parameters(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-    return nn.Module.named_parameters(module, *args, **kwargs)
+    # The class above the generated one may have a `named_parameters` of its own.
+    return cast(Any, super(type(module), module)).named_parameters(*args, **kwargs)
 
 
 def _getter(name: str) -> Callable[[nn.Module], Any]:

@@ -1,7 +1,9 @@
 """FlatShard: one buffer's slice on this rank, and the flat gradient that belongs to it."""
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,7 +63,7 @@ class FlatShard:
         zeros = torch.zeros(buffer.shard_numel, dtype=buffer.master_dtype, device=device)
         self.data = nn.Parameter(zeros, requires_grad=buffer.requires_grad)
         if buffer.requires_grad:
-            self.data.register_post_accumulate_grad_hook(self._adopt)
+            self.data.register_post_accumulate_grad_hook(partial(_adopt, weakref.ref(self)))
         self.grad: Tensor | None = None
         self.received: set[str] = set()
         self._pieces = {slot.name: self._span(slot) for slot in buffer.slots}
@@ -107,15 +109,6 @@ class FlatShard:
         self.grad[start:stop].add_(grad)
         self.received.add(name)
 
-    def _adopt(self, data: Tensor) -> None:
-        """Take a gradient that autograd left on the leaf: one from a compiler that is not zgraph's,
-        around a model that is. Which parameters it used is not known there, so all count.
-
-        Autograd also calls this when zgraph itself has taken the gradient, with none left."""
-        if data.grad is not None:
-            grad, data.grad = data.grad, None
-            self.receive(grad, self._pieces)
-
     def drop_grad(self, name: str) -> None:
         """Forget one parameter's gradient; the memory goes with the last one."""
         self.received.discard(name)
@@ -128,3 +121,16 @@ class FlatShard:
         for name, (start, stop) in self._pieces.items():
             if name not in self.received:
                 self.grad[start:stop].zero_()
+
+
+def _adopt(owner: "weakref.ref[FlatShard]", data: Tensor) -> None:
+    """Take a gradient that autograd left on the leaf: one from a compiler that is not zgraph's,
+    around a model that is. Which parameters it used is not known there, so all count.
+
+    Autograd also calls this when zgraph itself has taken the gradient, with none left. The weak
+    reference matters: Python's collector does not see the cycle of a tensor and its hook.
+    """
+    flat = owner()
+    if flat is not None and data.grad is not None:
+        grad, data.grad = data.grad, None
+        flat.receive(grad, [slot.name for slot in flat.buffer.slots])
