@@ -13,10 +13,11 @@ from typing import Any
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from zgraph._torch import min_cut_rematerialization_partition
 from zgraph.backends.base import Backend
+from zgraph.errors import ModelError
 from zgraph.ir import ops
 from zgraph.ir.graph import Graph, Stage
 from zgraph.ir.verify import verify
@@ -131,18 +132,34 @@ class Capture:
         self.frames: list[Frame] = []
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        frame = Frame(self._find_shards(module))
+        _refuse_writes(module)
+        frame = Frame(self._find_shards(inputs))
         frame.compiled = self.backend.compile(module, inputs, FrameCompiler(self, frame))
         self.frames.append(frame)
         return torch.compiler.disable(frame, reason="a compiled graph is not traced again")
 
-    def _find_shards(self, module: fx.GraphModule) -> list[tuple[int, ReferenceType[FlatShard]]]:
-        """Inputs that are flat shards: the first arguments of captured `parameter` calls."""
-        positions = {n: i for i, n in enumerate(module.graph.find_nodes(op="placeholder"))}
-        found: dict[int, ReferenceType[FlatShard]] = {}
-        for node in module.graph.find_nodes(op="call_function", target=ops.parameter):
-            found[positions[node.args[0]]] = ref(self.shards[str(node.args[2])])
-        return list(found.items())
+    def _find_shards(self, inputs: Sequence[Any]) -> list[tuple[int, ReferenceType[FlatShard]]]:
+        """Which inputs are flat shards. Reads may lie in nested graphs, so inputs are compared."""
+        shards = {flat.data: flat for flat in self.shards.values()}
+        return [
+            (position, ref(shards[value]))
+            for position, value in enumerate(inputs)
+            if isinstance(value, nn.Parameter) and value in shards
+        ]
+
+
+def _refuse_writes(module: fx.GraphModule) -> None:
+    """Raise `ModelError` where a captured forward changes a parameter in place."""
+    for node in module.graph.find_nodes(op="call_function", target=ops.parameter):
+        for user in node.users:
+            name = str(user.target)
+            writes = user.op == "call_method" and name.endswith("_") and not name.endswith("__")
+            if writes and user.args[0] is node:
+                raise ModelError(
+                    f"forward changes {node.args[1]} in place by {name}(); it would change a "
+                    "gathered copy only. Change what model.named_parameters() gives, outside "
+                    "forward and under torch.no_grad()"
+                )
 
 
 class FrameCompiler:

@@ -29,6 +29,13 @@ def model(module: nn.Module) -> None:
         if isinstance(part, torch.jit.ScriptModule):
             raise ModelError(f"{where} is a ScriptModule; zg.compile needs Python modules")
     for name, parameter in module.named_parameters():
+        if type(parameter) is not nn.Parameter and not isinstance(
+            parameter, nn.parameter.UninitializedParameter
+        ):
+            raise ModelError(
+                f"{name} is a {type(parameter).__name__}; zg.compile shards plain nn.Parameters "
+                "only (a module inside a compiled model has ShardedParameters already)"
+            )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ModelError(f"{name} is not initialised; run a lazy module once before zg.compile")
     _no_optimizer_yet(module)
@@ -70,6 +77,13 @@ def mesh_axes(partition: Partition, mesh: DeviceMesh | None) -> None:
             raise PassError(
                 f"Partition({label}={axis!r}): the mesh has no such axis; it has {named}"
                 + (f" ({nearest(axis, known)})" if known else "")
+            )
+    for axis, size in zip(known, mesh.shape, strict=True):
+        if size > 1 and axis not in (partition.shard, partition.replicate):
+            raise PassError(
+                f"the mesh has {size} ranks along {axis!r}, which Partition does not name, so "
+                f"their gradients would not be reduced; say Partition(replicate={axis!r}), or give "
+                f"zg.compile the part of the mesh to train over: mesh[{partition.shard!r}]"
             )
     if partition.shard == partition.replicate:
         raise PassError(f"Partition: {partition.shard!r} cannot be both shard and replicate")

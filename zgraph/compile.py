@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph import checks
 from zgraph._torch import raised_recompile_limit, set_compiled_call
-from zgraph.backends.base import BackendName, choose
+from zgraph.backends.base import BackendName, choose, resolve
 from zgraph.capture import Capture
 from zgraph.errors import PassError
 from zgraph.layout import Layout, lay_out
@@ -72,7 +72,14 @@ def compile(
     def prepare() -> tuple[Pipeline, Plan]:
         return _prepare(model, passes, mesh, backend)
 
-    pipeline, plan = agree(ranks, rank, prepare, lambda result: result[1].text())
+    def text(prepared: tuple[Pipeline, Plan]) -> str:
+        # Ranks that compile differently may capture different graphs from one plan.
+        plan = prepared[1]
+        compiler = resolve(backend, plan.device_type)
+        how = f"torch {torch.__version__}, {compiler} on {plan.device_type}"
+        return f"compiled by {how}, fullgraph={fullgraph}, dynamic={dynamic}\n{plan.text()}"
+
+    pipeline, plan = agree(ranks, rank, prepare, text)
     device = _device(mesh, model)
     layout, groups, reads = lay_out(plan), _groups(mesh, plan), EagerReads()
     shards: dict[str, FlatShard] = {}
@@ -81,7 +88,7 @@ def compile(
         casts.install(model, plan)
     capture = Capture(pipeline.passes, plan, layout, shards, choose(backend, device.type))
     model.__dict__["_zgraph"] = State(plan, layout, groups, shards, capture, reads)
-    set_compiled_call(model, _compiled_call(model, capture, fullgraph, dynamic))
+    set_compiled_call(model, _compiled_call(model, capture, reads, fullgraph, dynamic))
     return model
 
 
@@ -162,7 +169,11 @@ def _changes_dtypes(plan: Plan) -> bool:
 
 
 def _compiled_call(
-    model: nn.Module, capture: Capture, fullgraph: bool, dynamic: bool | None
+    model: nn.Module,
+    capture: Capture,
+    reads: EagerReads,
+    fullgraph: bool,
+    dynamic: bool | None,
 ) -> Callable[..., Any]:
     # Dynamo starts at a function of this file: it would not start inside torch.nn's own files,
     # where the `forward` of a Sequential lies.
@@ -178,7 +189,10 @@ def _compiled_call(
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return model._call_impl(*args, **kwargs)
-        with raised_recompile_limit(limit):
-            return compiled(*args, **kwargs)
+        try:
+            with raised_recompile_limit(limit):
+                return compiled(*args, **kwargs)
+        finally:
+            reads.release()
 
     return run

@@ -59,12 +59,15 @@ class Report:
 
     @property
     def gathers_per_step(self) -> int:
-        """All-gathers in all forward and backward graphs."""
+        """All-gathers in all captured forward and backward graphs.
+
+        A frame that was captured again, for other shapes say, counts each time.
+        """
         return sum(unit.gathers for unit in self.units())
 
     @property
     def scatters_per_step(self) -> int:
-        """Reduce-scatters in all backward graphs."""
+        """Reduce-scatters in all captured backward graphs, counted as gathers are."""
         return sum(unit.scatters for unit in self.units())
 
     def units(self) -> list[UnitReport]:

@@ -37,8 +37,15 @@ class Backend(Protocol):
         ...
 
 
+def resolve(name: str, device_type: str) -> str:
+    """`name`, with "auto" resolved: Inductor where its compilers are at hand, else aot_eager."""
+    if name != "auto":
+        return name
+    return "inductor" if _inductor_works(device_type) else "aot_eager"
+
+
 def choose(name: str, device_type: str) -> Backend:
-    """The backend called `name`; "auto" is Inductor where its compilers are at hand.
+    """The backend called `name`, "auto" resolved.
 
     Raises:
         PassError: no backend has this name.
@@ -46,8 +53,7 @@ def choose(name: str, device_type: str) -> Backend:
     from zgraph.backends.aot_eager import AotEager
     from zgraph.backends.inductor import Inductor
 
-    if name == "auto":
-        name = "inductor" if _inductor_works(device_type) else "aot_eager"
+    name = resolve(name, device_type)
     backends: dict[str, type[Backend]] = {"inductor": Inductor, "aot_eager": AotEager}
     if name not in backends:
         known = ", ".join(["auto", *backends])

@@ -4,6 +4,7 @@ It knows the dialect of `zgraph.ir.ops`: which node gathers which buffer, who re
 gathered bytes are alive. Everything else is reachable as `graph.fx`.
 """
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ def is_view(node: Node) -> bool:
     target = node.target
     if node.op != "call_function":
         return False
+    if target is operator.getitem:  # one of the views that a split returns
+        return is_view(node.all_input_nodes[0])
     return target in _UNMARKED_VIEWS or (isinstance(target, OpOverload) and target.is_view)
 
 

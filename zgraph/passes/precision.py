@@ -31,7 +31,7 @@ class MixedPrecision(Pass):
         reduce_dtype: dtype of reduction; None is the compute dtype.
         output_dtype: dtype of units' outputs; None leaves them.
         master_dtype: dtype at rest of trained parameters and so of optimizer states; None keeps
-            each parameter's own.
+            each parameter's own, and float64 parameters keep theirs.
         cast_inputs: whether units cast their inputs.
 
     dtypes are torch dtypes or their names ("bfloat16", "bf16").
@@ -62,13 +62,18 @@ class MixedPrecision(Pass):
             output_dtype=self.output_dtype,
         )
 
+    def _master(self, p: ParameterPlan) -> torch.dtype:
+        if not p.requires_grad or self.master_dtype is None or p.dtype == torch.float64:
+            return p.dtype  # a model in double stays so
+        return self.master_dtype
+
     def _parameter(self, p: ParameterPlan) -> ParameterPlan:
         if not (p.partitioned and p.dtype.is_floating_point):
             return p
         param_dtype = self.param_dtype or p.dtype
         return replace(
             p,
-            master_dtype=(self.master_dtype or p.dtype) if p.requires_grad else p.dtype,
+            master_dtype=self._master(p),
             param_dtype=param_dtype,
             reduce_dtype=(self.reduce_dtype or param_dtype),
         )

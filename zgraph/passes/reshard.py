@@ -89,7 +89,8 @@ def _views_and_casts(root: fx.Node) -> list[fx.Node]:
 
 def _regather(graph: Graph, item: Gathered) -> None:
     """Give each run of uses, uninterrupted by another gather, a gather of its own."""
-    others = [node for node in graph.gathers() if node is not item.gather]
+    unit = graph.unit_of(item.gather)
+    others = [node for node in graph.gathers() if graph.unit_of(node) != unit]
     runs: list[list[fx.Node]] = []
     for use in item.uses:
         apart = not runs or any(runs[-1][-1] < other < use for other in others)

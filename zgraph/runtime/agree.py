@@ -49,12 +49,17 @@ def agree(ranks: list[int], rank: int, make: Callable[[], T], text: Callable[[T]
     # The text first: whoever sees the digest may ask for the text.
     store.set(f"{rank}/text", mine)
     store.set(str(rank), f"plan {digest}")
-    for other in ranks:
-        kind, _, theirs = _read(store, other).partition(" ")
-        if kind == "error":
-            raise RankError(f"rank {other} failed in zg.compile with {theirs}")
-        if theirs != digest:
-            raise _difference(rank, mine, other, store.get(f"{other}/text").decode())
+    try:
+        for other in ranks:
+            kind, _, theirs = _read(store, other).partition(" ")
+            if kind == "error":
+                raise RankError(f"rank {other} failed in zg.compile with {theirs}")
+            if theirs != digest:
+                raise _difference(rank, mine, other, store.get(f"{other}/text").decode())
+    except RankError as error:
+        # A rank that comes after this one's timeout must not go on without it.
+        store.set(str(rank), f"error RankError: {error}")
+        raise
     return result
 
 

@@ -1,7 +1,8 @@
 """Reading parameters outside captured code: after a graph break, or in a skipped frame.
 
-The buffer is gathered once and kept until another buffer is read or its shard changes, so modules
-that read one unit in turn gather it once. What autograd saves keeps it alive until backward.
+The buffer is gathered once and kept until another buffer is read, its shard changes, or the model's
+call ends, so modules that read one unit in turn gather it once. What autograd saves keeps it alive
+until backward.
 Every rank decides by the same program, never by what happens to be alive: a rank that reuses a
 buffer while another gathers it would hang.
 """
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from zgraph.errors import WholeTensorError
 from zgraph.runtime import collectives
 from zgraph.runtime.storage import FlatShard
 
@@ -33,25 +35,40 @@ class EagerReads:
         self.gathers = 0
         self._flat: FlatShard | None = None
         self._version = -1
+        self._whole_version = -1
         self._whole: Tensor | None = None
         self._named: set[str] = set()
 
     def whole(self, flat: FlatShard) -> Tensor:
-        """The gathered buffer of `flat` in compute dtype, 1-D."""
+        """The gathered buffer of `flat` in compute dtype, 1-D.
+
+        Raises:
+            WholeTensorError: the buffer held so far was written to, which would be lost.
+        """
         version = flat.data._version
         if self._whole is None or self._flat is not flat or self._version != version:
             self.release()
-            with torch.no_grad():
+            # Evaluation may run in inference mode and training read the same buffer after it.
+            with torch.inference_mode(False), torch.no_grad():
                 shard = flat.data.detach().to(flat.buffer.param_dtype)
-                group = flat.groups.gather_group(flat.buffer)
-                self._whole = collectives.all_gather(shard, group)
-            self.gathers += bool(group)
+                self._whole = collectives.all_gather(shard, flat.groups.gather_group(flat.buffer))
+            self.gathers += bool(flat.groups.gather_group(flat.buffer))
             self._flat, self._version = flat, version
+            self._whole_version = self._whole._version
         return self._whole
 
     def release(self) -> None:
-        """Let go of the buffer."""
+        """Let go of the buffer, at the end of each call of the model. Raises as `whole` does."""
+        flat, whole = self._flat, self._whole
         self._flat, self._whole = None, None
+        if flat is None or whole is None or whole.data_ptr() == flat.data.data_ptr():
+            return  # Without a gather or a cast the buffer is the shard itself.
+        if whole._version != self._whole_version:
+            raise WholeTensorError(
+                f"a parameter of unit {flat.buffer.unit} was changed in place through its module; "
+                "that changes a gathered copy only. Change what model.named_parameters() gives, "
+                "under torch.no_grad()"
+            )
 
     def name_once(self, module: str) -> None:
         """Say once for each module that it reads outside captured code."""

@@ -62,6 +62,7 @@ def install(module: nn.Module, reads: dict[str, Read], has_tied: bool) -> None:
     members: dict[str, Any] = {name: property(_getter(name)) for name in reads}
     members.update(__module__=cls.__module__, __qualname__=cls.__qualname__, _apply=_apply)
     members["register_parameter"] = _register_parameter
+    members["get_parameter"] = _get_parameter
     if issubclass(cls, nn.RNNBase):
         members["_flat_weights"] = property(_flat_weights, lambda self, value: None)
     if has_tied:
@@ -103,6 +104,15 @@ skip_code(_getter("").__code__)
 def _flat_weights(module: Any) -> list[Tensor]:
     """What RNN modules pass to their kernel; they would otherwise keep a list of old parameters."""
     return [getattr(module, name) for name in module._flat_weights_names]
+
+
+def _get_parameter(module: nn.Module, target: str) -> nn.Parameter:
+    """The parameter itself; nn.Module's own method would read the attribute, which gathers."""
+    path, _, name = target.rpartition(".")
+    held = module.get_submodule(path)._parameters.get(name)
+    if held is None:
+        raise AttributeError(f"{target} is no parameter of {type(module).__name__}")
+    return held
 
 
 def _register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:

@@ -27,8 +27,9 @@ class Piece:
 
     def same_place(self, other: "Piece") -> bool:
         """Whether elements of the two pieces belong together one by one."""
-        mine, theirs = (self.shape, self.start, self.length), (other.shape, other.start)
-        return mine == (*theirs, other.length)
+        # The same answer on every rank: where the parameter lies, not what is here of it.
+        mine = self.shape, self.offset, self.shard_numel, self.group
+        return mine == (other.shape, other.offset, other.shard_numel, other.group)
 
 
 def needs_whole(func: Any, piece: Piece) -> WholeTensorError:

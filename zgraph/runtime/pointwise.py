@@ -39,11 +39,17 @@ _UNTAGGED = frozenset(
 )
 
 
+_REDUCING = frozenset(f"aten::_foreach_{name}" for name in ("norm", "max", "powsum"))
+_FUSED = frozenset(f"aten::_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))
+
+
 @cache
 def is_pointwise(func: Any) -> bool:
     """Whether each element of the op's results depends on one element of each input."""
-    lists = func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
-    return lists or torch.Tag.pointwise in func.tags or func in _UNTAGGED
+    name = func._schema.name
+    foreach = name.startswith("aten::_foreach_") and name not in _REDUCING
+    fused = name in _FUSED
+    return foreach or fused or torch.Tag.pointwise in func.tags or func in _UNTAGGED
 
 
 def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -58,6 +64,7 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     # A memory format speaks of the global shape; pieces are flat.
     kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
     if isinstance(args[0], (list, tuple)):
+        _check_lists(cls, func, args, kwargs)
         local = lambda value: _pieces_of_list(cls, value)  # noqa: E731
     else:
         piece = _common_piece(cls, func, args, kwargs)
@@ -73,6 +80,19 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         # Lists that are written to are not returned.
         return None if isinstance(args[0], (list, tuple)) else args[0]
     return _wrap(cls, result, args[0] if isinstance(args[0], (list, tuple)) else _first(cls, args))
+
+
+def _check_lists(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Where one list holds a sharded tensor, no other may hold a plain one of any dimension.
+
+    Optimizer steps, which are plain scalars, and whole tensors beside whole ones are fine.
+    """
+    lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple)) and x]
+    for members in zip(*lists, strict=False):
+        if not isinstance(members[0], cls) and not any(isinstance(x, cls) for x in members):
+            continue
+        if any(type(x) is not cls and isinstance(x, Tensor) and x.dim() for x in members):
+            raise needs_whole(func, next(x._piece for x in members if isinstance(x, cls)))
 
 
 def _pieces_of_list(cls: type[Any], value: Any) -> Any:

@@ -72,8 +72,9 @@ def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> li
         return list(values.unbind())
     if order in (0, 1):
         return list(_combine(values, groups, dist.ReduceOp.SUM).unbind())
-    powers = _combine(values.pow(order), groups, dist.ReduceOp.SUM)
-    return list(powers.pow(1.0 / order).unbind())
+    # Powers leave the range of half precision long before norms do.
+    powers = _combine(values.double().pow(order), groups, dist.ReduceOp.SUM)
+    return list(powers.pow(1.0 / order).to(values.dtype).unbind())
 
 
 def _vector_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:

@@ -51,7 +51,11 @@ def shard_model(
                 whole = module._parameters[attribute]
                 assert whole is not None
                 flat.fill(slot, whole)
-                _replace(owners[slot.name], ShardedParameter(*_piece(flat, slot)))
+                sharded = ShardedParameter(*_piece(flat, slot))
+                # What users set on a parameter, such as a mark for their optimizer's groups.
+                for key, value in vars(whole).items():
+                    setattr(sharded, key, value)
+                _replace(owners[slot.name], sharded)
                 del whole
             _repeat_first_replica(flat)
             shards[buffer.name] = flat
@@ -164,7 +168,7 @@ def _install(
     with_tied = [name for key in tied for name, _, _ in owners[key]]
     for name, module in model.named_modules():
         has_tied = any(name in ("", other) or other.startswith(f"{name}.") for other in with_tied)
-        if module in reads or has_tied:
+        if module in reads or has_tied or not name:
             sharded_modules.install(module, reads.get(module, {}), has_tied)
 
 

@@ -92,21 +92,22 @@ class FlatShard:
 
     def receive(self, grad: Tensor, names: Iterable[str]) -> None:
         """Add the gradient of the whole slice. It holds zeros outside `names`, and is kept."""
-        names = set(names)
-        if self.grad is None:
-            self.grad = grad
-        else:
-            self._clear_stale()
-            self.grad.add_(grad)
-        self.received |= names
+        with torch.no_grad():
+            if self.grad is None:
+                self.grad = grad.detach()
+            else:
+                self._clear_stale()
+                self.grad.add_(grad)
+        self.received |= set(names)
 
     def receive_piece(self, name: str, grad: Tensor) -> None:
-        """Add the gradient of this rank's part of one parameter."""
+        """Add the gradient of this rank's part of one parameter. Its own history is not kept."""
         if self.grad is None:
             self.grad = torch.zeros_like(self.data, requires_grad=False)
-        self._clear_stale()
         start, stop = self._pieces[name]
-        self.grad[start:stop].add_(grad)
+        with torch.no_grad():
+            self._clear_stale()
+            self.grad[start:stop].add_(grad)
         self.received.add(name)
 
     def drop_grad(self, name: str) -> None:
