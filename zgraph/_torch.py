@@ -3,8 +3,9 @@
 Written against torch 2.11 and 2.13. Each name says what zgraph needs it for.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,23 +13,26 @@ import torch.distributed as dist
 
 # Capture: AOTAutograd as a Dynamo backend, and the min-cut partition.
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch import nn
+from torch import fx, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import skip_code
 from torch._functorch import config as functorch_config
 from torch._guards import detect_fake_mode
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._ops import OpOverload
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
+from torch.utils._ordered_set import OrderedSet
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "CheckpointPolicy",
+    "CustomGraphPass",
     "CustomPartitionerFn",
     "OpOverload",
     "all_gather_flat",
@@ -40,6 +44,8 @@ __all__ = [
     "enable_foreach",
     "group_by_name",
     "has_triton",
+    "is_collective_start",
+    "keep_in_order",
     "make_boxed_func",
     "min_cut_rematerialization_partition",
     "pytree",
@@ -106,6 +112,23 @@ def raised_recompile_limit(limit: int) -> Iterator[None]:
         accumulated_recompile_limit=max(limit, dynamo_config.accumulated_recompile_limit),
     ):
         yield
+
+
+def is_collective_start(node: fx.Node) -> bool:
+    """Whether the node starts a functional collective."""
+    ops = torch.ops._c10d_functional
+    return node.target in (
+        ops.all_gather_into_tensor.default,
+        ops.reduce_scatter_tensor.default,
+        ops.all_reduce.default,
+    )
+
+
+def keep_in_order(nodes: Sequence[fx.Node]) -> None:
+    """Make Inductor emit `nodes`, given in program order, in that order."""
+    if len(nodes) > 1:
+        edges = {later: OrderedSet([node]) for node, later in pairwise(nodes)}
+        preserve_node_ordering(nodes[0].graph, edges)
 
 
 def set_compiled_call(model: nn.Module, call: Callable[..., Any]) -> None:

@@ -10,7 +10,15 @@ from typing import Any, cast
 
 from torch import fx
 
-from zgraph._torch import CustomPartitionerFn, compile_fx, compile_fx_inner, without_autograd_cache
+from zgraph._torch import (
+    CustomGraphPass,
+    CustomPartitionerFn,
+    compile_fx,
+    compile_fx_inner,
+    is_collective_start,
+    keep_in_order,
+    without_autograd_cache,
+)
 from zgraph.backends.base import Hooks
 
 
@@ -32,6 +40,7 @@ class Inductor:
             # Both move nodes to where memory or locality would be best without collectives.
             "reorder_for_peak_memory": False,
             "reorder_for_locality": False,
+            "post_grad_custom_post_pass": _OrderOfStarts(),
         }
         with without_autograd_cache():
             compiled = compile_fx(
@@ -58,3 +67,18 @@ class _Partitioner(CustomPartitionerFn):
         # Inductor pickles its settings into its cache's key. The partition is not part of what it
         # caches: the graph is, and it comes after the partition.
         return {}
+
+
+class _OrderOfStarts(CustomGraphPass):
+    """Ties each collective's start to the start before it.
+
+    Inductor emits a kernel once all that it fused is ready, so it may delay the pack of a scatter,
+    and the scatter with it. How far must not decide the order of starts: ranks with other batch
+    sizes fuse otherwise, and ranks that start collectives in another order hang.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        keep_in_order([node for node in graph.nodes if is_collective_start(node)])
+
+    def uuid(self) -> str:
+        return "zgraph order of starts"

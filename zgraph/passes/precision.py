@@ -63,9 +63,9 @@ class MixedPrecision(Pass):
         )
 
     def _master(self, p: ParameterPlan) -> torch.dtype:
-        if not p.requires_grad or self.master_dtype is None or p.dtype == torch.float64:
+        if not p.requires_grad or p.dtype == torch.float64:
             return p.dtype  # a model in double stays so
-        return self.master_dtype
+        return _floating("master_dtype", self.master_dtype) or p.dtype
 
     def _parameter(self, p: ParameterPlan) -> ParameterPlan:
         if not (p.partitioned and p.dtype.is_floating_point):
