@@ -2,7 +2,8 @@
 
 Inductor calls back twice: for the partition of the joint graph, and for each graph to compile. The
 graph that the passes leave is all that Inductor's cache keys on, so a changed pass never meets an
-old result. What would reorder collectives again is switched off around this compilation only.
+old result. What would reorder collectives again is switched off around this compilation only, and
+their starts are tied to one another in the order of the graph.
 """
 
 from collections.abc import Callable, Sequence
