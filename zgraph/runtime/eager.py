@@ -45,9 +45,10 @@ class EagerReads:
         Raises:
             WholeTensorError: the buffer held so far was written to, which would be lost.
         """
+        self._refuse_lost_writes()
         version = flat.data._version
         if self._whole is None or self._flat is not flat or self._version != version:
-            self.release()
+            self._flat, self._whole = None, None  # freed before the next is gathered
             # Evaluation may run in inference mode and training read the same buffer after it.
             with torch.inference_mode(False), torch.no_grad():
                 shard = flat.data.detach().to(flat.buffer.param_dtype)
@@ -59,11 +60,15 @@ class EagerReads:
 
     def release(self) -> None:
         """Let go of the buffer, at the end of each call of the model. Raises as `whole` does."""
-        flat, whole = self._flat, self._whole
+        self._refuse_lost_writes()
         self._flat, self._whole = None, None
+
+    def _refuse_lost_writes(self) -> None:
+        flat, whole = self._flat, self._whole
         if flat is None or whole is None or whole.data_ptr() == flat.data.data_ptr():
             return  # Without a gather or a cast the buffer is the shard itself.
         if whole._version != self._whole_version:
+            self._flat, self._whole = None, None
             raise WholeTensorError(
                 f"a parameter of unit {flat.buffer.unit} was changed in place through its module; "
                 "that changes a gathered copy only. Change what model.named_parameters() gives, "
