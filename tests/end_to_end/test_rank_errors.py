@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import zgraph as zg
 from tests.support.models import Mlp, build
@@ -15,6 +16,7 @@ from zgraph.runtime import agree
 
 # Far above what three busy ranks need to reach a store, far below the minute that is promised.
 SOON_S = 20.0
+IMPATIENT = Config(agree_timeout_s=1.0)
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,15 @@ class Outcome:
     untouched: bool
 
 
-def attempt(model: Mlp, passes: list[zg.Pass]) -> Outcome:
-    mesh, before = mesh_of(), list(model.parameters())
+def meet() -> DeviceMesh:
+    """A mesh of ranks that are all ready now."""
+    mesh = mesh_of()
     dist.barrier()
+    return mesh
+
+
+def attempt(mesh: DeviceMesh, model: Mlp, passes: list[zg.Pass]) -> Outcome:
+    before = list(model.parameters())
     begin, error = time.monotonic(), None
     try:
         zg.compile(model, passes, mesh, backend="aot_eager")
@@ -42,28 +50,38 @@ def attempt(model: Mlp, passes: list[zg.Pass]) -> Outcome:
 
 
 def compile_different_widths() -> Outcome:
-    return attempt(Mlp(width=16 if dist.get_rank() == 2 else 12), [zg.Partition()])
+    return attempt(meet(), Mlp(width=16 if dist.get_rank() == 2 else 12), [zg.Partition()])
 
 
 def compile_different_passes() -> Outcome:
     units = dist.get_rank()
-    return attempt(Mlp(), [zg.Partition(), zg.Prefetch(units=units)])
+    return attempt(meet(), Mlp(), [zg.Partition(), zg.Prefetch(units=units)])
 
 
 def compile_with_a_mistake_on_one_rank() -> Outcome:
     passes: list[zg.Pass] = [zg.Partition()]
     if dist.get_rank() == 1:
         passes.append(zg.Group.by_class("MlpBlok"))
-    return attempt(Mlp(), passes)
+    return attempt(meet(), Mlp(), passes)
 
 
 def compile_without_rank_zero() -> Outcome | None:
-    mesh_of()
+    mesh = meet()
     if dist.get_rank() == 0:
-        dist.barrier()
         return None
-    with mock.patch.object(agree, "config", Config(agree_timeout_s=1.0)):
-        return attempt(Mlp(), [zg.Partition()])
+    with mock.patch.object(agree, "config", IMPATIENT):
+        return attempt(mesh, Mlp(), [zg.Partition()])
+
+
+def compile_late_on_rank_zero() -> Outcome:
+    mesh = meet()
+    if dist.get_rank() == 0:
+        dist.barrier()  # the others have given up
+    with mock.patch.object(agree, "config", IMPATIENT):
+        outcome = attempt(mesh, Mlp(), [zg.Partition()])
+    if dist.get_rank() != 0:
+        dist.barrier()
+    return outcome
 
 
 def test_ranks_with_different_models_all_name_the_first_difference() -> None:
@@ -110,6 +128,15 @@ def test_a_rank_that_never_comes_is_named_after_the_timeout() -> None:
         assert "ZGRAPH_AGREE_TIMEOUT_S" in outcome.message
         assert outcome.untouched
         assert 1.0 <= outcome.seconds < SOON_S
+
+
+def test_a_rank_that_comes_too_late_does_not_go_on_alone() -> None:
+    late, waiting = run_ranks(compile_late_on_rank_zero, 2)
+    assert "rank 0 did not reach zg.compile within 1 s" in waiting.message
+    assert late.error == "RankError"
+    assert "rank 1 failed" in late.message
+    assert waiting.message in late.message
+    assert late.untouched
 
 
 def compile_again_after_a_refusal() -> bool:

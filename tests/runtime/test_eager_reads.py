@@ -62,20 +62,29 @@ def test_backward_needs_no_gather_and_gives_the_gradients_of_plain_pytorch() -> 
 
 @on_ranks(2)
 def test_a_changed_shard_is_gathered_anew() -> None:
-    x = torch.randn(2, 5)
-    model, plain = shard(build(Skipped), zg.Group.whole()), build(Stack)
+    model, plain = shard(build(Stack), zg.Group.whole()), build(Stack)
     changes = [
         lambda p: p.detach().mul_(0.5),
         lambda p: p.detach().copy_(random_like([p], 4)[0]),
         lambda p: setattr(p, "data", p.data + 1),
     ]
     for count, change in enumerate(changes, start=1):
-        model(x)
+        for layer in model.layers:
+            assert layer.weight.shape
         assert gathers(model) == count
         for both in (model, plain):
             for p in both.parameters():
                 change(p)
-        torch.testing.assert_close(model(x), plain(x))
+        torch.testing.assert_close(model.layers[0].weight, plain.layers[0].weight.detach())
+
+
+@on_ranks(2)
+def test_nothing_stays_gathered_after_a_call() -> None:
+    model = shard(build(Skipped), zg.Group.whole())
+    with torch.no_grad():
+        model(torch.randn(2, 5))
+        model(torch.randn(2, 5))
+    assert gathers(model) == 2
 
 
 @on_ranks(2)

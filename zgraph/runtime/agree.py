@@ -49,17 +49,12 @@ def agree(ranks: list[int], rank: int, make: Callable[[], T], text: Callable[[T]
     # The text first: whoever sees the digest may ask for the text.
     store.set(f"{rank}/text", mine)
     store.set(str(rank), f"plan {digest}")
-    try:
-        for other in ranks:
-            kind, _, theirs = _read(store, other).partition(" ")
-            if kind == "error":
-                raise RankError(f"rank {other} failed in zg.compile with {theirs}")
-            if theirs != digest:
-                raise _difference(rank, mine, other, store.get(f"{other}/text").decode())
-    except RankError as error:
-        # A rank that comes after this one's timeout must not go on without it.
-        store.set(str(rank), f"error RankError: {error}")
-        raise
+    for other in ranks:
+        kind, _, theirs = _read(store, rank, other).partition(" ")
+        if kind == "error":
+            raise RankError(f"rank {other} failed in zg.compile with {theirs}")
+        if theirs != digest:
+            raise _difference(rank, mine, other, store.get(f"{other}/text").decode())
     return result
 
 
@@ -74,15 +69,19 @@ def _next_round(ranks: list[int], rank: int) -> str:
     return f"{members}/round {count}"
 
 
-def _read(store: dist.Store, other: int) -> str:
+def _read(store: dist.Store, rank: int, other: int) -> str:
     try:
         store.wait([str(other)], timedelta(seconds=config.agree_timeout_s))
     except dist.DistError as error:
-        raise RankError(
+        late = RankError(
             f"rank {other} did not reach zg.compile within {config.agree_timeout_s:g} s of this "
             "rank; every rank of the mesh must call it, in the same order (the time is "
             "ZGRAPH_AGREE_TIMEOUT_S)"
-        ) from error
+        )
+        # A rank that comes later must not go on without this one. Differences and errors of others
+        # need no such word: every rank finds them by itself, and says which ranks they concern.
+        store.set(str(rank), f"error RankError: {late}")
+        raise late from error
     return store.get(str(other)).decode()
 
 
