@@ -29,15 +29,13 @@ def model(module: nn.Module) -> None:
         if isinstance(part, torch.jit.ScriptModule):
             raise ModelError(f"{where} is a ScriptModule; zg.compile needs Python modules")
     for name, parameter in module.named_parameters():
-        if type(parameter) is not nn.Parameter and not isinstance(
-            parameter, nn.parameter.UninitializedParameter
-        ):
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ModelError(f"{name} is not initialised; run a lazy module once before zg.compile")
+        if type(parameter) is not nn.Parameter:
             raise ModelError(
                 f"{name} is a {type(parameter).__name__}; zg.compile shards plain nn.Parameters "
                 "only (a module inside a compiled model has ShardedParameters already)"
             )
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ModelError(f"{name} is not initialised; run a lazy module once before zg.compile")
     _no_optimizer_yet(module)
 
 

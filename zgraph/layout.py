@@ -32,6 +32,16 @@ class Slot:
     numel: int
 
 
+def held(offset: int, numel: int, rank: int, shard_numel: int) -> tuple[int, int]:
+    """What `rank` holds of a parameter at `offset`: (start in the parameter, length), in elements.
+
+    (0, 0) if it holds nothing. See Note [Flat layout].
+    """
+    start = max(offset, rank * shard_numel)
+    stop = min(offset + numel, (rank + 1) * shard_numel)
+    return (start - offset, stop - start) if start < stop else (0, 0)
+
+
 @dataclass(frozen=True)
 class Buffer:
     """One flat buffer of a unit. See Note [Flat layout].
@@ -66,12 +76,9 @@ class Buffer:
     def piece(self, slot: Slot, rank: int) -> tuple[int, int, int]:
         """The part of `slot` on shard rank `rank`: (start in the shard, start in the parameter,
         number of elements), all in elements; the number may be 0."""
-        shard_start = 0 if self.persistent else rank * self.shard_numel
-        start = max(slot.offset, shard_start)
-        stop = min(slot.offset + slot.numel, shard_start + self.shard_numel)
-        if start >= stop:
-            return 0, 0, 0
-        return start - shard_start, start - slot.offset, stop - start
+        owner = 0 if self.persistent else rank
+        start, length = held(slot.offset, slot.numel, owner, self.shard_numel)
+        return (slot.offset + start - owner * self.shard_numel if length else 0), start, length
 
 
 @dataclass(frozen=True)
@@ -79,14 +86,6 @@ class Layout:
     """All buffers of a model, in the order of its units."""
 
     buffers: tuple[Buffer, ...]
-
-    def find(self, name: str) -> tuple[Buffer, Slot]:
-        """Buffer and slot of the parameter with the canonical name `name`."""
-        for buffer in self.buffers:
-            for slot in buffer.slots:
-                if slot.name == name:
-                    return buffer, slot
-        raise KeyError(name)
 
     def slots(self) -> Iterator[tuple[Buffer, Slot]]:
         """Every buffer with each of its slots."""

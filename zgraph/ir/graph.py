@@ -61,11 +61,6 @@ class Gathered:
     views: tuple[Node, ...]
     uses: tuple[Node, ...]
 
-    @property
-    def buffer(self) -> str:
-        """Name of the buffer that is gathered."""
-        return str(self.gather.args[1])
-
 
 class Graph:
     """One graph at one stage.

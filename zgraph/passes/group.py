@@ -6,6 +6,7 @@ the plan is finished. Without any group pass, `Group.auto()` is used.
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -62,7 +63,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class _GroupPass(Pass):
+class _GroupPass(Pass, ABC):
     requires: ClassVar[frozenset[str]] = frozenset({"gathers"})
     provides: ClassVar[frozenset[str]] = frozenset({"units"})
 
@@ -80,9 +81,9 @@ class _GroupPass(Pass):
             claimed.append(unit)
         return plan.changed(units=plan.units + tuple(claimed))
 
+    @abstractmethod
     def units(self, plan: Plan) -> list[Unit]:
         """The units that this pass forms."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

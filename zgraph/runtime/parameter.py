@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zgraph._torch import enable_foreach, pytree
 from zgraph.errors import WholeTensorError
+from zgraph.layout import held
 from zgraph.runtime import collectives, pointwise, reductions
 from zgraph.runtime.piece import Piece, needs_whole
 from zgraph.runtime.storage import FlatShard
@@ -72,11 +73,8 @@ class ShardedParameter(torch.Tensor):
         parts = collectives.all_gather(padded, piece.group)
         whole = local.new_empty(numel)
         for rank in range(collectives.size(piece.group)):
-            start = max(piece.offset, rank * piece.shard_numel) - piece.offset
-            stop = min(piece.offset + numel, (rank + 1) * piece.shard_numel) - piece.offset
-            if start < stop:
-                part = parts[rank * longest : rank * longest + stop - start]
-                whole[start:stop] = part
+            start, length = held(piece.offset, numel, rank, piece.shard_numel)
+            whole[start : start + length] = parts[rank * longest : rank * longest + length]
         return whole.view(piece.shape)
 
     @property  # What torch declares as a variable is a property there too, written in C.

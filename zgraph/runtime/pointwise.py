@@ -5,7 +5,7 @@ what is done for each of them here is host time of every training step.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -65,10 +65,10 @@ def run(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
     if isinstance(args[0], (list, tuple)):
         _check_lists(cls, func, args, kwargs)
-        local = lambda value: _pieces_of_list(cls, value)  # noqa: E731
+        local = partial(_pieces_of_list, cls)
     else:
         piece = _common_piece(cls, func, args, kwargs)
-        local = lambda value: _piece_of_one(cls, func, piece, value)  # noqa: E731
+        local = partial(_piece_of_one, cls, func, piece)
     values = {name: local(value) for name, value in kwargs.items()}
     result = func(*(local(value) for value in args), **values)
     if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
@@ -89,10 +89,11 @@ def _check_lists(cls: type[Any], func: Any, args: tuple[Any, ...], kwargs: dict[
     """
     lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple)) and x]
     for members in zip(*lists, strict=False):
-        if not isinstance(members[0], cls) and not any(isinstance(x, cls) for x in members):
+        if not any(isinstance(x, Tensor) and type(x) is not cls and x.dim() for x in members):
             continue
-        if any(type(x) is not cls and isinstance(x, Tensor) and x.dim() for x in members):
-            raise needs_whole(func, next(x._piece for x in members if isinstance(x, cls)))
+        for sharded in members:
+            if isinstance(sharded, cls):
+                raise needs_whole(func, sharded._piece)
 
 
 def _pieces_of_list(cls: type[Any], value: Any) -> Any:
