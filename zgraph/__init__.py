@@ -1,5 +1,6 @@
 """zgraph: sharded training as passes over one captured graph."""
 
+from zgraph.capture import Captured, capture
 from zgraph.compile import compile
 from zgraph.errors import (
     GraphError,
@@ -25,6 +26,7 @@ from zgraph.report import Report, inspect
 from zgraph.runtime.parameter import ShardedParameter
 
 __all__ = [
+    "Captured",
     "Graph",
     "GraphError",
     "Group",
@@ -42,6 +44,7 @@ __all__ = [
     "ShardedParameter",
     "WholeTensorError",
     "ZGraphError",
+    "capture",
     "compile",
     "graph_pass",
     "inspect",

@@ -23,6 +23,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
@@ -34,9 +35,11 @@ __all__ = [
     "CheckpointPolicy",
     "CustomGraphPass",
     "CustomPartitionerFn",
+    "FakeTensorMode",
     "OpOverload",
     "all_gather_flat",
     "aot_autograd",
+    "backend_name",
     "compile_fx",
     "compile_fx_inner",
     "default_store",
@@ -62,6 +65,12 @@ def group_by_name(name: str) -> dist.ProcessGroup:
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
+    """Name of what runs the group's collectives on tensors of a device type: "nccl", "gloo"."""
+    # dist.get_backend says "undefined" of groups that init_device_mesh made by itself.
+    return group._get_backend(torch.device(device_type)).name()
 
 
 def all_gather_flat(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -1,207 +1,232 @@
-"""Capture: a Dynamo backend that runs the passes on what AOTAutograd captures.
+"""capture: every stage of a model's graphs, without running or changing the model.
 
-    Dynamo graph ─ AOTAutograd ─▶ joint graph ─ joint passes ─ min-cut ─▶ forward, backward
-    each: schedule passes ─ lowering ─▶ the backend's compiler
-
-A graph captured without gradients is its own forward graph and goes through the same hooks. Every
-captured frame of a model gets a `Frame`, with its own gathers.
+A twin of the model, of fake tensors that have shapes and no data, goes the way that `zg.compile`
+takes, up to the graphs that a backend would compile. So the mesh need not exist (see Note [Planned
+groups] in `zgraph.runtime.collectives`), and the model may be on the meta device.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-from weakref import ReferenceType, WeakValueDictionary, ref
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from zgraph._torch import min_cut_rematerialization_partition
-from zgraph.backends.base import Backend
-from zgraph.errors import ModelError
-from zgraph.ir import ops
+from zgraph import checks
+from zgraph._torch import FakeTensorMode, pytree
+from zgraph.backends.aot_eager import AotEager
+from zgraph.compile import compiled_call, finished_plan, groups_of
+from zgraph.errors import GraphError, ModelError, PassError, nearest
+from zgraph.frames import Capture, Frame, Step
+from zgraph.ir import show
 from zgraph.ir.graph import Graph, Stage
-from zgraph.ir.verify import verify
-from zgraph.layout import Layout
-from zgraph.lowering import lower
-from zgraph.passes.base import Pass
+from zgraph.layout import Layout, lay_out
+from zgraph.passes import Partition, Pass
 from zgraph.plan import Plan
-from zgraph.runtime.storage import FlatShard
+from zgraph.runtime import casts
+from zgraph.runtime.collectives import planned
+from zgraph.runtime.eager import EagerReads
+from zgraph.runtime.sharding import shard_twin
+from zgraph.runtime.storage import Groups
 
 
-@dataclass
-class GraphRecord:
-    """What one scheduled graph does, counted in the graph.
+@dataclass(frozen=True)
+class Captured:
+    """What `capture` returns: the graphs of one call, as each pass left them.
 
     Attributes:
-        stage: "forward", "backward" or "inference".
-        gathers, scatters, reduces: buffer names, in program order.
-        peak_gathered_bytes: most gathered bytes alive at once.
-        text: the scheduled program.
+        plan, layout, groups: what was decided.
+        frames: one for each captured graph; a model without graph breaks has one.
+        name: the model's class.
+        buffer_bytes, input_bytes: the model's buffers, and the arguments.
     """
 
-    stage: Stage
-    gathers: tuple[str, ...]
-    scatters: tuple[str, ...]
-    reduces: tuple[str, ...]
-    peak_gathered_bytes: int
-    text: str
+    plan: Plan
+    layout: Layout
+    groups: Groups
+    frames: tuple[Frame, ...]
+    name: str
+    buffer_bytes: int
+    input_bytes: int
 
-    @staticmethod
-    def of(graph: Graph) -> "GraphRecord":
-        """Count `graph`, which is scheduled and not yet lowered."""
-        return GraphRecord(
-            graph.stage,
-            tuple(str(n.args[1]) for n in graph.gathers()),
-            tuple(str(n.args[1]) for n in graph.scatters()),
-            tuple(str(n.args[1]) for n in graph.reduces()),
-            graph.peak_live_bytes(),
-            graph.text(),
+    def steps(self, stage: Stage, frame: int = 0) -> list[Step]:
+        """The graph at "joint", "forward", "backward" or "inference", as each pass left it.
+
+        The first step is the graph before any pass; the last of all but "joint" is the lowered
+        one. Only passes that have a hook at this stage appear.
+
+        Raises:
+            GraphError: there is no such frame, or it has no graph at this stage.
+        """
+        if not 0 <= frame < len(self.frames):
+            raise GraphError(f"frame {frame}: this call has {len(self.frames)}, counted from 0")
+        history = self.frames[frame].history
+        found = [step for step in history if step.graph.stage == stage]
+        if not found:
+            stages = ", ".join(dict.fromkeys(step.graph.stage for step in history))
+            raise GraphError(f"frame {frame} has no {stage} graph; it has {stages}")
+        return found
+
+    def graph(self, stage: Stage, after: Pass | str | None = None, frame: int = 0) -> Graph:
+        """The graph at a stage, after one pass, or as it was scheduled.
+
+        Args:
+            after: a pass, or its name: "prefetch", "prefetch{units=1}", "capture", "lower".
+
+        Raises:
+            GraphError: no such stage, or that pass has no hook there.
+        """
+        steps = self.steps(stage, frame)
+        if after is None:
+            return next(step for step in reversed(steps) if step.made_by != "lower").graph
+        return steps[_index(steps, str(after), stage)].graph
+
+    def diff(self, made_by: Pass | str, stage: Stage, frame: int = 0) -> str:
+        """What one pass changed in the graph of a stage, as a diff of texts; "" for nothing."""
+        steps = self.steps(stage, frame)
+        index = _index(steps, str(made_by), stage)
+        if index == 0:
+            raise GraphError(f"{made_by} is where the {stage} graph begins: nothing to compare")
+        return show.diff(steps[index - 1].graph, steps[index].graph)
+
+    def __str__(self) -> str:
+        made = [f"{step.graph.stage}: {step.made_by}" for f in self.frames for step in f.history]
+        return "\n".join([self.plan.text(), *made])
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    passes: Sequence[Pass] = (),
+    mesh: DeviceMesh | Mapping[str, int] | None = None,
+    world_size: int | None = None,
+    device_type: str | None = None,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+) -> Captured:
+    """Trace one call of `model` under a pass list, as rank 0 would compile it.
+
+    Nothing is computed, the model is left as it is, and there are no collectives: no process group
+    is needed, and the mesh may be of any size.
+
+    Args:
+        model: a module with parameters on any device, the meta device included.
+        args, kwargs: of the call; of tensors only shapes, dtypes and strides matter.
+        passes: as for `zg.compile`.
+        mesh: a device mesh, or {axis: ranks}, such as {"replicate": 4, "shard": 8}.
+        world_size: short for a mesh of this many ranks along the axis that `Partition` splits.
+        device_type: "cuda" or "cpu", which decides among kernels; that of the mesh, else of the
+            model's parameters, else "cpu". "cuda" needs a torch with CUDA support, but no GPU.
+        fullgraph, dynamic: as for `torch.compile`.
+
+    Raises:
+        PassError, ModelError: as for `zg.compile`; or forward needs values that fakes do not have.
+        GraphError: a pass broke a rule.
+    """
+    checks.model(model)
+    checks.call_arguments(args, kwargs)
+    device_type = device_type or _device_type(model, mesh)
+    checks.device_type(device_type)
+    axes = _axes(passes, mesh, world_size)
+    pipeline, plan = finished_plan(model, passes, axes, device_type)
+    layout = lay_out(plan)
+    names = {axis: planned(axis, ranks) for axis, ranks in axes.items() if ranks > 1}
+    groups = groups_of(plan, names, shard_rank=0)
+    mode = FakeTensorMode(allow_non_fake_inputs=False)
+    twin, call_args, call_kwargs = _fakes(mode, device_type, model, args, dict(kwargs or {}))
+    reads = EagerReads()
+    with mode:
+        shards = shard_twin(twin, plan, layout, groups, torch.device(device_type), reads)
+        casts.install(twin, plan)
+        backend = AotEager()
+        traced = Capture(
+            pipeline.passes, plan, layout, groups, shards, backend, keeps_history=True
         )
+        call = compiled_call(twin, traced, reads, fullgraph, dynamic)
+        call(*call_args, **call_kwargs)
+    return Captured(
+        plan,
+        layout,
+        groups,
+        tuple(traced.frames),
+        type(model).__name__,
+        buffer_bytes=_bytes(list(model.buffers())),
+        input_bytes=_bytes((args, kwargs)),
+    )
 
 
-@dataclass
-class Frame:
-    """One captured frame: its compiled callable, and which inputs are flat shards.
-
-    Attributes:
-        shards: (input position, shard) for each flat shard that the frame reads. Weak, since
-            compiled code may outlive its model.
-        trained: names of parameters that get a gradient from this frame, by buffer.
-        graphs: records of the frame's scheduled graphs; backward may come later than forward.
-    """
-
-    shards: list[tuple[int, ReferenceType[FlatShard]]] = field(default_factory=list)
-    trained: dict[str, frozenset[str]] = field(default_factory=dict)
-    graphs: list[GraphRecord] = field(default_factory=list)
-    compiled: Callable[..., Any] = lambda *inputs: inputs
-
-    def __call__(self, *inputs: Any) -> Any:
-        if not (torch.is_grad_enabled() and self.trained):
-            return self.compiled(*inputs)
-        aliased = list(inputs)
-        trained = self.trained_shards()
-        aliases = _ReceiveGradients.apply(self, *(inputs[position] for position, _ in trained))
-        for (position, _), alias in zip(trained, aliases, strict=True):
-            aliased[position] = alias
-        return self.compiled(*aliased)
-
-    def trained_shards(self) -> list[tuple[int, FlatShard]]:
-        """Those of `shards` that get a gradient from this frame."""
-        alive = [(at, flat) for at, weak in self.shards if (flat := weak()) is not None]
-        return [(at, flat) for at, flat in alive if flat.buffer.name in self.trained]
+def _index(steps: Sequence[Step], wanted: str, stage: str) -> int:
+    for index, step in reversed(list(enumerate(steps))):
+        name = step.made_by.partition("{")[0]
+        if wanted in (step.made_by, name, name.partition("@")[0].rpartition(".")[2]):
+            return index
+    known = [step.made_by for step in steps]
+    raise GraphError(f"no step of the {stage} graph is called {wanted!r}; {nearest(wanted, known)}")
 
 
-class _ReceiveGradients(torch.autograd.Function):
-    """Identity on a frame's flat shards; their gradients go to the shards' own accumulators."""
-
-    @staticmethod
-    def forward(ctx: Any, frame: Frame, *shards: Tensor) -> tuple[Tensor, ...]:
-        ctx.frame = frame
-        ctx.set_materialize_grads(False)
-        return tuple(shard.view_as(shard) for shard in shards)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        frame: Frame = ctx.frame
-        for (_, flat), grad in zip(frame.trained_shards(), grads, strict=True):
-            if grad is not None:
-                flat.receive(grad.detach(), frame.trained[flat.buffer.name])
-        return (None, *(None for _ in grads))
+def _device_type(model: nn.Module, mesh: DeviceMesh | Mapping[str, int] | None) -> str:
+    if isinstance(mesh, DeviceMesh):
+        return mesh.device_type
+    types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    return types.pop() if len(types) == 1 else "cpu"
 
 
-class Capture:
-    """The Dynamo backend of one model.
-
-    Attributes:
-        frames: one for each captured graph so far.
-    """
-
-    def __init__(
-        self,
-        passes: Sequence[Pass],
-        plan: Plan,
-        layout: Layout,
-        shards: dict[str, FlatShard],
-        backend: Backend,
-    ) -> None:
-        self.passes = tuple(passes)
-        self.plan = plan
-        self.layout = layout
-        self.shards = WeakValueDictionary(shards)
-        self.backend = backend
-        self.frames: list[Frame] = []
-
-    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        _refuse_writes(module)
-        frame = Frame(self._find_shards(inputs))
-        frame.compiled = self.backend.compile(module, inputs, FrameCompiler(self, frame))
-        self.frames.append(frame)
-        return torch.compiler.disable(frame, reason="a compiled graph is not traced again")
-
-    def _find_shards(self, inputs: Sequence[Any]) -> list[tuple[int, ReferenceType[FlatShard]]]:
-        """Which inputs are flat shards. Reads may lie in nested graphs, so inputs are compared."""
-        shards = {flat.data: flat for flat in self.shards.values()}
-        return [
-            (position, ref(shards[value]))
-            for position, value in enumerate(inputs)
-            if isinstance(value, nn.Parameter) and value in shards
-        ]
+def _axes(
+    passes: Sequence[Pass], mesh: DeviceMesh | Mapping[str, int] | None, world_size: int | None
+) -> dict[str, int]:
+    if mesh is not None and world_size is not None:
+        raise PassError("capture was given both mesh and world_size; give one")
+    if isinstance(mesh, DeviceMesh):
+        return checks.axes_of(mesh)
+    if mesh is not None:
+        axes = dict(mesh)
+    else:
+        partition = next((item for item in passes if isinstance(item, Partition)), Partition())
+        if partition.replicate is not None and world_size is not None:
+            raise PassError(
+                f"{partition} has two axes, and world_size={world_size} does not say how long each "
+                f'is; say mesh={{"{partition.replicate}": …, "{partition.shard}": …}}'
+            )
+        axes = {} if world_size is None else {partition.shard: world_size}
+    for axis, ranks in axes.items():
+        if not isinstance(ranks, int) or ranks < 1:
+            raise PassError(f"{axis}={ranks!r}: expected a number of ranks, 1 or more")
+    return axes
 
 
-def _refuse_writes(module: fx.GraphModule) -> None:
-    """Raise `ModelError` where a captured forward changes a parameter in place."""
-    for node in module.graph.find_nodes(op="call_function", target=ops.parameter):
-        for user in node.users:
-            name = str(user.target)
-            writes = user.op == "call_method" and name.endswith("_") and not name.endswith("__")
-            if writes and user.args[0] is node:
-                raise ModelError(
-                    f"forward changes {node.args[1]} in place by {name}(); it would change a "
-                    "gathered copy only. Change what model.named_parameters() gives, outside "
-                    "forward and under torch.no_grad()"
-                )
+def _fakes(
+    mode: FakeTensorMode, device_type: str, model: nn.Module, args: Any, kwargs: Any
+) -> tuple[nn.Module, Any, Any]:
+    """The model and the arguments again, with a fake tensor for each tensor."""
+
+    def fake(tensor: Tensor) -> Tensor:
+        with mode:
+            empty = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device_type
+            )
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(empty, tensor.requires_grad)
+        return empty.requires_grad_(tensor.requires_grad)
+
+    # deepcopy asks its memo first, by identity: so tensors are replaced, and not copied.
+    held = [value for part in model.modules() for value in _tensors_of(part)]
+    twin = copy.deepcopy(model, {id(tensor): fake(tensor) for tensor in held})
+    for old, new in zip(model.parameters(), twin.parameters(), strict=True):
+        for key, value in vars(old).items():
+            setattr(new, key, value)
+    args, kwargs = pytree.tree_map_only(Tensor, fake, (args, kwargs))
+    return twin, args, kwargs
 
 
-class FrameCompiler:
-    """The hooks that a backend calls while it compiles one frame."""
-
-    def __init__(self, capture: Capture, frame: Frame) -> None:
-        self._capture = capture
-        self._frame = frame
-        self._user_outputs: int | None = None
-
-    def partition(
-        self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Run the joint passes, then cut the joint graph into forward and backward."""
-        self._joint(module)
-        self._user_outputs = options["num_fwd_outputs"]
-        return min_cut_rematerialization_partition(module, inputs, **options)
-
-    def finish(self, module: fx.GraphModule, stage: Stage) -> None:
-        """Schedule and lower one graph, in place; `stage` is not "joint"."""
-        if stage == "inference":
-            self._joint(module)
-        graph = Graph(module, stage, self._capture.layout)
-        graph.user_outputs = self._user_outputs
-        for item in self._capture.passes:
-            with graph.edited_by(str(item)):
-                item.schedule(graph, self._capture.plan)
-            verify(graph, self._capture.plan, str(item))
-        self._frame.graphs.append(GraphRecord.of(graph))
-        lower(graph)
-
-    def _joint(self, module: fx.GraphModule) -> None:
-        graph = Graph(module, "joint", self._capture.layout)
-        self._frame.trained = _trained(graph)
-        for item in self._capture.passes:
-            with graph.edited_by(str(item)):
-                item.joint(graph, self._capture.plan)
-            verify(graph, self._capture.plan, str(item))
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    held = (module._parameters, module._buffers, vars(module))
+    leaves = (value for values in held for value in pytree.tree_leaves(dict(values)))
+    return [cast(Tensor, value) for value in leaves if isinstance(value, Tensor)]
 
 
-def _trained(graph: Graph) -> dict[str, frozenset[str]]:
-    found: dict[str, set[str]] = {}
-    for node in graph.nodes(ops.gradient):
-        found.setdefault(str(node.args[2]), set()).add(str(node.args[1]))
-    return {buffer: frozenset(names) for buffer, names in found.items()}
+def _bytes(values: Any) -> int:
+    tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)

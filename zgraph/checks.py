@@ -1,6 +1,7 @@
 """Checks of a model and a mesh before anything is changed."""
 
 import gc
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -64,19 +65,48 @@ def _optimizers_of(own: set[nn.Parameter]) -> list[tuple[str, int]]:
     return found
 
 
-def mesh_axes(partition: Partition, mesh: DeviceMesh | None) -> None:
-    """Raise `PassError` if `mesh` lacks an axis that `partition` names."""
+def axes_of(mesh: DeviceMesh | None) -> dict[str, int]:
+    """Ranks of each axis of a mesh; empty without one. Raises `PassError` if axes have no names."""
     if mesh is None:
+        return {}
+    if mesh.mesh_dim_names is None:
+        raise PassError("the mesh has no named axes: give mesh_dim_names to init_device_mesh")
+    return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+
+
+def device_type(name: str) -> None:
+    """Raise `ModelError` if fake tensors of this device type cannot be made here."""
+    if name not in ("cpu", "cuda"):
+        raise ModelError(f'device_type={name!r}: expected "cpu" or "cuda"')
+    if name == "cuda" and not torch.backends.cuda.is_built():
+        raise ModelError(
+            'device_type="cuda": this torch was built without CUDA, and cannot trace for it; use '
+            'device_type="cpu", whose graphs differ in the attention kernel only'
+        )
+
+
+def call_arguments(args: object, kwargs: object) -> None:
+    """Raise `ModelError` unless these are the arguments of a call: a sequence and a mapping."""
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise ModelError(
+            f"args is a {type(args).__name__}; expected a tuple of the model's arguments, such as "
+            "(tokens,)"
+        )
+    if not (kwargs is None or isinstance(kwargs, Mapping)):
+        raise ModelError(f"kwargs is a {type(kwargs).__name__}; expected a dict of arguments")
+
+
+def mesh_axes(partition: Partition, axes: Mapping[str, int]) -> None:
+    """Raise `PassError` if the mesh, given as ranks by axis, lacks an axis of `partition`."""
+    if not axes:
         return
-    known = mesh.mesh_dim_names or ()
     for label, axis in (("shard", partition.shard), ("replicate", partition.replicate)):
-        if axis is not None and axis not in known:
-            named = ", ".join(known) or "no named axes: give mesh_dim_names to init_device_mesh"
+        if axis is not None and axis not in axes:
             raise PassError(
-                f"Partition({label}={axis!r}): the mesh has no such axis; it has {named}"
-                + (f" ({nearest(axis, known)})" if known else "")
+                f"Partition({label}={axis!r}): the mesh has no such axis; it has "
+                f"{', '.join(axes)} ({nearest(axis, axes)})"
             )
-    for axis, size in zip(known, mesh.shape, strict=True):
+    for axis, size in axes.items():
         if size > 1 and axis not in (partition.shard, partition.replicate):
             raise PassError(
                 f"the mesh has {size} ranks along {axis!r}, which Partition does not name, so "

@@ -3,7 +3,7 @@
 Everything that can be wrong is checked first, on every rank; only then is the model changed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from zgraph import checks
 from zgraph._torch import raised_recompile_limit, set_compiled_call
 from zgraph.backends.base import BackendName, choose, resolve
-from zgraph.capture import Capture
 from zgraph.errors import PassError
+from zgraph.frames import Capture
 from zgraph.layout import Layout, lay_out
 from zgraph.passes import Group, Partition, Pass, Pipeline, Reshard
 from zgraph.plan import Axis, Plan, describe, units_covering
@@ -86,9 +86,9 @@ def compile(
     if mesh is not None or _changes_dtypes(plan):
         shards = shard_model(model, plan, layout, groups, device, reads)
         casts.install(model, plan)
-    capture = Capture(pipeline.passes, plan, layout, shards, choose(backend, device.type))
+    capture = Capture(pipeline.passes, plan, layout, groups, shards, choose(backend, device.type))
     model.__dict__["_zgraph"] = State(plan, layout, groups, shards, capture, reads)
-    set_compiled_call(model, _compiled_call(model, capture, reads, fullgraph, dynamic))
+    setcompiled_call(model, compiled_call(model, capture, reads, fullgraph, dynamic))
     return model
 
 
@@ -97,21 +97,36 @@ def _prepare(
 ) -> tuple[Pipeline, Plan]:
     """The finished plan; everything that can be wrong with the arguments is raised here."""
     checks.model(model)
+    device = _device(mesh, model)
+    choose(backend, device.type)
+    check_materialisable(model)
+    return finished_plan(model, passes, checks.axes_of(mesh), device.type)
+
+
+def finished_plan(
+    model: nn.Module, passes: Sequence[Pass], axes: Mapping[str, int], device_type: str
+) -> tuple[Pipeline, Plan]:
+    """The pass list with its defaults, its contracts checked, and the plan that it makes.
+
+    Args:
+        axes: ranks of each mesh axis; empty for one process without a mesh.
+
+    Raises:
+        PassError, ModelError: passes, axes and model cannot work together.
+    """
     pipeline = Pipeline(_completed(passes))
     partition = next((item for item in pipeline.passes if isinstance(item, Partition)), None)
     if partition is None:
         raise PassError(
             "passes has no zg.Partition(), which says what is split; add it, or a subclass"
         )
-    device = _device(mesh, model)
-    choose(backend, device.type)
-    checks.mesh_axes(partition, mesh)
-    check_materialisable(model)
-    plan = describe(model, device.type)
-    if mesh is not None:
+    checks.mesh_axes(partition, axes)
+    plan = describe(model, device_type)
+    if axes:
+        repeated = partition.replicate
         plan = plan.changed(
-            shard=_axis(mesh, partition.shard),
-            replicate=_axis(mesh, partition.replicate) if partition.replicate else None,
+            shard=Axis(partition.shard, axes[partition.shard]),
+            replicate=Axis(repeated, axes[repeated]) if repeated else None,
         )
     plan = pipeline.plan(plan)
     return pipeline, plan.changed(units=units_covering(plan, plan.units))
@@ -130,10 +145,6 @@ def _completed(passes: Sequence[Pass]) -> list[Pass]:
     return completed
 
 
-def _axis(mesh: DeviceMesh, name: str) -> Axis:
-    return Axis(name, mesh[name].size())
-
-
 def _device(mesh: DeviceMesh | None, model: nn.Module) -> torch.device:
     if mesh is None:
         parameter = next(iter(model.parameters()), None)
@@ -148,16 +159,23 @@ def _groups(mesh: DeviceMesh | None, plan: Plan) -> Groups:
     """Group names of the plan's axes. An axis of one rank needs no collective, so no group."""
     if mesh is None or plan.shard is None:
         return Groups()
-    replicate = ""
-    if plan.replicate is not None and plan.replicate.size > 1:
-        replicate = mesh.get_group(plan.replicate.name).group_name
-    if plan.shard.size == 1:
-        return Groups(replicate=replicate)
+    names: dict[str, str] = {}
+    for axis in (plan.shard, plan.replicate):
+        if axis is not None and axis.size > 1:
+            names[axis.name] = mesh.get_group(axis.name).group_name
+    return groups_of(plan, names, mesh.get_local_rank(plan.shard.name))
+
+
+def groups_of(plan: Plan, names: Mapping[str, str], shard_rank: int) -> Groups:
+    """The groups of a plan's axes, from the group's name of each axis that has several ranks."""
+    axes = [axis for axis in (plan.shard, plan.replicate) if axis is not None]
+    split = plan.shard is not None and plan.shard.name in names
     return Groups(
-        shard=mesh.get_group(plan.shard.name).group_name,
-        replicate=replicate,
-        shard_rank=mesh.get_local_rank(plan.shard.name),
-        shard_size=plan.shard.size,
+        shard=names[plan.shard.name] if plan.shard is not None and split else "",
+        replicate=names.get(plan.replicate.name, "") if plan.replicate is not None else "",
+        shard_rank=shard_rank if split else 0,
+        shard_size=plan.shard_size if split else 1,
+        axes=tuple((names[axis.name], axis.name, axis.size) for axis in axes if axis.name in names),
     )
 
 
@@ -168,13 +186,15 @@ def _changes_dtypes(plan: Plan) -> bool:
     return changed or plan.cast_inputs is not None or plan.output_dtype is not None
 
 
-def _compiled_call(
+def compiled_call(
     model: nn.Module,
     capture: Capture,
     reads: EagerReads,
     fullgraph: bool,
     dynamic: bool | None,
 ) -> Callable[..., Any]:
+    """What `model(…)` runs: its forward under `torch.compile`, with `capture` as the backend."""
+
     # Dynamo starts at a function of this file: it would not start inside torch.nn's own files,
     # where the `forward` of a Sequential lies.
     def call(*args: Any, **kwargs: Any) -> Any:

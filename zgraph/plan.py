@@ -100,6 +100,7 @@ class Plan:
         keep_between_uses: one buffer from the first to the last use of a unit in a graph (True),
             or one for each run of uses with no other unit between (False).
         prefetch_forward, prefetch_backward: units that a gather starts ahead.
+        max_live_bytes: gathered bytes that may be alive at once in a graph; None for no limit.
     """
 
     device_type: str
@@ -114,6 +115,7 @@ class Plan:
     keep_between_uses: bool = True
     prefetch_forward: int = 0
     prefetch_backward: int = 0
+    max_live_bytes: int | None = None
     passes: tuple[str, ...] = field(default=())
 
     @property
@@ -168,6 +170,7 @@ class Plan:
             f"reshard_after_forward={self.reshard_after_forward} "
             f"keep_between_uses={self.keep_between_uses} "
             f"prefetch={self.prefetch_forward}/{self.prefetch_backward} "
+            f"max_live_bytes={self.max_live_bytes} "
             f"cast_inputs={self.cast_inputs} output_dtype={self.output_dtype}"
         )
         names = self.names

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from rich.table import Table
 from torch import nn
 
-from zgraph.capture import Frame, GraphRecord
 from zgraph.errors import ModelError
+from zgraph.frames import Frame, GraphRecord
 from zgraph.layout import Layout
 from zgraph.plan import Plan
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zgraph as zg
 from tests.passes.toys import Tower
 from tests.support.pool import run_ranks
-from zgraph.capture import Frame, GraphRecord
+from zgraph.frames import Frame, GraphRecord
 from zgraph.layout import Layout
 
 Passes = tuple[zg.Pass, ...]

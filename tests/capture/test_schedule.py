@@ -10,7 +10,7 @@ import zgraph as zg
 from tests.capture.steps import Captured, captured, compiled, small_tower, tied_tower, tower
 from tests.passes.toys import Block
 from tests.support.pool import run_ranks
-from zgraph.capture import GraphRecord
+from zgraph.frames import GraphRecord
 
 BY_CLASS = zg.Group.by_class(Block)
 BLOCK_BYTES = 4 * sum(p.numel() for p in Block(8).parameters())

@@ -14,7 +14,7 @@ BackendName = Literal["auto", "inductor", "aot_eager"]
 
 
 class Hooks(Protocol):
-    """What a backend calls on the way; `zgraph.capture.FrameCompiler` is it."""
+    """What a backend calls on the way; `zgraph.frames.FrameCompiler` is it."""
 
     def partition(
         self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any

@@ -10,12 +10,13 @@ from typing import Any
 from torch import Tensor, fx
 
 from zgraph.backends.base import choose
-from zgraph.capture import Capture
 from zgraph.errors import PassError, nearest
+from zgraph.frames import Capture
 from zgraph.ir import ops
 from zgraph.layout import Layout
 from zgraph.passes import Pipeline
 from zgraph.plan import Plan
+from zgraph.runtime.storage import Groups
 
 _OPTIONS = ("passes", "backend")
 
@@ -52,4 +53,4 @@ def zgraph(
     if plan.cast_inputs is not None or plan.output_dtype is not None:
         raise PassError("torch.compile cannot change a model's dtypes; call zg.compile instead")
     backend = choose(options.get("backend", "auto"), device_type)
-    return Capture(pipeline.passes, plan, Layout(()), {}, backend)(module, inputs)
+    return Capture(pipeline.passes, plan, Layout(()), Groups(), {}, backend)(module, inputs)

@@ -5,7 +5,7 @@ gathered bytes are alive. Everything else is reachable as `graph.fx`.
 """
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
-from zgraph._torch import OpOverload, detect_fake_mode, pytree
-from zgraph.ir import ops
-from zgraph.layout import Layout
+from zgraph._torch import CheckpointPolicy, OpOverload, detect_fake_mode, pytree
+from zgraph.errors import GraphError, nearest
+from zgraph.ir import ops, show
+from zgraph.layout import Buffer, Layout
+from zgraph.runtime.storage import Groups
 
 Stage = Literal["joint", "forward", "backward", "inference"]
 
@@ -52,35 +54,60 @@ def bytes_of(node: Node) -> int:
     return int(value.numel()) * value.dtype.itemsize
 
 
+# The partitioner saves a recomputed node that a checkpointed region of a higher number reads, so
+# that regions do not recompute each other. Parameters are read by regions of any number.
+_REGION = 1 << 30
+
+
 @dataclass(frozen=True)
 class Gathered:
-    """One gather with its wait and the views of what it gathered."""
+    """One gather with its wait, the views of what it gathered, and the nodes that read those."""
 
     gather: Node
     wait: Node
     views: tuple[Node, ...]
     uses: tuple[Node, ...]
 
+    @property
+    def last_read(self) -> Node:
+        """Last node that reads the gathered memory; it is free after that node."""
+        return max((self.wait, *self.views, *self.uses))
+
 
 class Graph:
     """One graph at one stage.
+
+    Passes read it through the methods below and edit it through `call`, the `move_…` and
+    `replace` methods, which keep what a node says of itself (`node.meta`) true.
 
     Attributes:
         module: the graph module that owns `fx`.
         stage: "joint" before the partition; "forward" and "backward" after it; "inference" for
             the whole of a graph captured without gradients, once its joint passes have run.
         layout: buffers, for names, sizes and units.
+        groups: process groups by name, for which mesh axis a collective crosses.
+        trained: names of the parameters whose gradients were captured, by buffer.
         user_outputs: how many of a forward graph's first outputs the model returns; the rest is
             saved for backward. None where nothing is saved.
     """
 
-    def __init__(self, module: GraphModule, stage: Stage, layout: Layout) -> None:
+    def __init__(
+        self,
+        module: GraphModule,
+        stage: Stage,
+        layout: Layout,
+        groups: Groups | None = None,
+        trained: Mapping[str, frozenset[str]] | None = None,
+        user_outputs: int | None = None,
+    ) -> None:
         self.module = module
         self.stage: Stage = stage
         self.layout = layout
-        self.user_outputs: int | None = None
+        self.groups = groups or Groups()
+        self.trained = dict(trained or {})
+        self.user_outputs = user_outputs
         self._stamp = ""
-        self._units = {buffer.name: buffer.unit for buffer in layout.buffers}
+        self._buffers = {buffer.name: buffer for buffer in layout.buffers}
 
     @property
     def fx(self) -> FxGraph:
@@ -95,6 +122,14 @@ class Graph:
             yield
         finally:
             self._stamp = before
+
+    def copy(self) -> "Graph":
+        """A copy with nodes of its own: edits of one do not reach the other."""
+        nodes = FxGraph()
+        copied: Any = nodes.graph_copy(self.fx, {}, return_output_node=True)
+        nodes.output(copied[0]).meta = dict(copied[1].meta)
+        module = GraphModule(self.module, nodes)
+        return Graph(module, self.stage, self.layout, self.groups, self.trained, self.user_outputs)
 
     # ------------------------------------------------------------------ reading
 
@@ -114,35 +149,77 @@ class Graph:
         """All-reduce starts, in program order."""
         return self.nodes(ops.reduce)
 
+    def packs(self) -> list[Node]:
+        """Nodes that flatten a buffer's gradients, in program order."""
+        return self.nodes(ops.pack)
+
+    def starts(self) -> list[Node]:
+        """Starts of any collective, in program order."""
+        return self.nodes(ops.gather, ops.scatter, ops.reduce)
+
     def waits(self) -> list[Node]:
         """Waits for any of these, in program order."""
         return self.nodes(ops.wait)
 
+    def units(self) -> list[str]:
+        """Names of the units that the graph gathers, in order of their first gather."""
+        return list(dict.fromkeys(self.unit_of(gather) for gather in self.gathers()))
+
+    def buffer_of(self, node: Node) -> Buffer:
+        """Buffer of a node of the dialect that names one (all but `wait`).
+
+        Raises:
+            GraphError: the node names none, or one that the layout does not have.
+        """
+        at = ops.BUFFER_ARGUMENT.get(node.target)
+        if at is None:
+            raise GraphError(f"{node.format_node()} names no buffer; it is not of the dialect")
+        name = str(node.args[at])
+        if name not in self._buffers:
+            raise GraphError(
+                f"{node.name} names the buffer {name!r}; {nearest(name, self._buffers)}"
+            )
+        return self._buffers[name]
+
     def unit_of(self, node: Node) -> str:
-        """Unit of a node of the dialect that names a buffer."""
-        later = node.target in (ops.pack, ops.parameter, ops.gradient)
-        return self._units[str(node.args[2 if later else 1])]
+        """Unit of a node of the dialect that names a buffer. Raises as `buffer_of` does."""
+        return self.buffer_of(node).unit
 
     def gathered(self, gather: Node) -> Gathered:
-        """What belongs to one gather. Its wait must exist (a verifier rule)."""
-        (wait,) = gather.users
-        views, uses = self.aliases(wait)
-        return Gathered(gather, wait, tuple(views), tuple(uses))
+        """What belongs to one gather. Its wait must exist (a verifier rule).
+
+        Raises:
+            GraphError: the node is no gather, or is not read by one wait.
+        """
+        waits = list(gather.users)
+        if gather.target is not ops.gather or [wait.target for wait in waits] != [ops.wait]:
+            raise GraphError(f"{gather.format_node()} is not a gather that one wait reads")
+        views, uses = self.aliases(waits[0])
+        return Gathered(gather, waits[0], tuple(views), tuple(uses))
 
     def aliases(self, node: Node) -> tuple[list[Node], list[Node]]:
         """(views of the node's memory, the other nodes that read it), in program order."""
-        views: list[Node] = []
+        views: dict[Node, None] = {}
         uses: dict[Node, None] = {}
-        seen = {node}
-        for candidate in self._from(node):
-            if not any(source in seen for source in candidate.all_input_nodes):
-                continue
-            if is_view(candidate):
-                seen.add(candidate)
-                views.append(candidate)
-            else:
-                uses[candidate] = None
-        return views, list(uses)
+        stack = [node]
+        while stack:
+            for user in stack.pop().users:
+                if not is_view(user):
+                    uses[user] = None
+                elif user not in views:
+                    views[user] = None
+                    stack.append(user)
+        return sorted(views), sorted(uses)
+
+    def casts_and_views(self, root: Node) -> list[Node]:
+        """Views and casts that are made of `root` alone, and of those again."""
+        found, stack = [], [root]
+        while stack:
+            for user in stack.pop().users:
+                if (is_view(user) or is_cast(user)) and len(user.all_input_nodes) == 1:
+                    found.append(user)
+                    stack.append(user)
+        return found
 
     def uses(self, unit: str) -> list[Node]:
         """Nodes that compute with the gathered parameters of `unit`, in program order."""
@@ -169,8 +246,18 @@ class Graph:
         """The output node."""
         return next(iter(reversed(self.fx.nodes)))
 
+    def outputs(self) -> list[Any]:
+        """What the graph returns: nodes, and None where there is nothing to return."""
+        return list(arguments(self.output())[0])
+
+    def saved(self) -> list[Node]:
+        """What a forward graph saves for backward; empty at other stages."""
+        if self.user_outputs is None or self.stage != "forward":
+            return []
+        return [node for node in self.outputs()[self.user_outputs :] if isinstance(node, Node)]
+
     def live_bytes(self) -> list[tuple[Node, int]]:
-        """Gathered bytes alive after each node of the program, on this rank.
+        """Gathered bytes alive at each node of the program, on this rank.
 
         A gathered buffer lives from the start of its gather to the last read of any view of it;
         one that is a graph output, saved for backward, lives to the end.
@@ -178,60 +265,94 @@ class Graph:
         order = self.positions()
         change = [0] * (len(order) + 1)
         for gather in self.gathers():
-            item = self.gathered(gather)
-            last = max([order[node] for node in (item.wait, *item.views, *item.uses)])
             change[order[gather]] += bytes_of(gather)
-            change[last] -= bytes_of(gather)
+            change[order[self.gathered(gather).last_read] + 1] -= bytes_of(gather)
         alive, total = [], 0
         for node, index in order.items():
-            # A buffer whose last read is this node is still alive while the node runs.
-            freed = min(change[index], 0)
-            total += change[index] - freed
+            total += change[index]
             alive.append((node, total))
-            total += freed
         return alive
 
     def peak_live_bytes(self) -> int:
         """Most gathered bytes alive at any node."""
         return max((total for _, total in self.live_bytes()), default=0)
 
+    def axis_of(self, node: Node) -> str:
+        """Mesh axis of a collective's start, with its ranks: "shard=8"; "" for one rank."""
+        group = str(node.args[ops.GROUP_ARGUMENT[node.target]])
+        return self.groups.axis(group)
+
     def text(self) -> str:
-        """The program, one statement a line, with the live gathered bytes at the right."""
-        live = dict(self.live_bytes())
-        lines = []
-        for node in self.fx.nodes:
-            statement = node.format_node()
-            if statement is not None:
-                lines.append(f"{statement:<120} # live {live[node]:,} B")
-        return "\n".join(lines)
+        """The program as Python-like code; see `zgraph.ir.show`."""
+        return show.text(self)
 
     def __str__(self) -> str:
         return self.text()
 
     # ------------------------------------------------------------------ editing
 
-    def call(self, target: Any, *args: Any, before: Node, role: str) -> Node:
-        """A new call of `target` in front of `before`, with its fake value computed and stamped."""
+    def call(
+        self, target: Any, *args: Any, before: Node, role: str, name: str | None = None
+    ) -> Node:
+        """A new call of `target` in front of `before`, with its fake value computed and stamped.
+
+        Args:
+            role: what the node is for, in a word; kept in `node.meta["zgraph"]`.
+            name: what to call the node; made unique, and by default named after `target`.
+        """
+        self._own(before)
         with self.fx.inserting_before(before):
-            node = self.fx.call_function(target, args)
+            node = self.fx.create_node("call_function", target, args, name=name)
         node.meta["val"] = self._fake(target, args)
         node.meta["zgraph"] = {"role": role, "pass": self._stamp}
         return node
 
+    def copy_before(self, nodes: Sequence[Node], anchor: Node) -> dict[Node, Node]:
+        """Copies of `nodes`, given in program order, in front of `anchor`.
+
+        Returns:
+            The copy of each node. Copies read each other where the nodes read one another.
+        """
+        copies: dict[Node, Node] = {}
+        for node in nodes:
+            self._own(node, anchor)
+            with self.fx.inserting_before(anchor):
+                copies[node] = self.fx.node_copy(node, lambda source: copies.get(source, source))
+        return copies
+
     def move_before(self, node: Node, anchor: Node) -> None:
-        """Move `node` directly in front of `anchor`."""
+        """Move `node` directly in front of `anchor`.
+
+        Raises:
+            GraphError: either is not a node of this graph, as after being erased.
+        """
+        self._own(node, anchor)
         if node is not anchor:
             anchor.prepend(node)
 
     def move_after(self, node: Node, anchor: Node) -> None:
-        """Move `node` directly behind `anchor`."""
+        """Move `node` directly behind `anchor`. Raises as `move_before` does."""
+        self._own(node, anchor)
         if node is not anchor:
             anchor.append(node)
 
     def replace(self, old: Node, new: Node) -> None:
-        """Let every reader of `old` read `new`, and erase `old`."""
+        """Let every reader of `old` read `new`, and erase `old`. Raises as `move_before` does."""
+        self._own(old, new)
         old.replace_all_uses_with(new, propagate_meta=False)
         self.fx.erase_node(old)
+
+    def set_outputs(self, outputs: Sequence[Any]) -> None:
+        """Return these nodes instead, None where there is nothing to return."""
+        self.output().args = (tuple(outputs),)
+
+    def recompute(self, nodes: Iterable[Node]) -> None:
+        """In the joint graph: compute these nodes again in backward rather than save them."""
+        _tag(nodes, CheckpointPolicy.MUST_RECOMPUTE)
+
+    def save(self, nodes: Iterable[Node]) -> None:
+        """In the joint graph: keep these nodes' results for backward."""
+        _tag(nodes, CheckpointPolicy.MUST_SAVE)
 
     def finish(self) -> None:
         """Drop what nothing reads, check the program order, and recompile the module."""
@@ -239,17 +360,31 @@ class Graph:
         self.fx.lint()
         self.module.recompile()
 
-    def _from(self, node: Node) -> Iterator[Node]:
-        current = node.next
-        while current.op != "root":
-            yield current
-            current = current.next
+    def _own(self, *nodes: Node) -> None:
+        for node in nodes:
+            if node.graph is not self.fx or node._erased:
+                raise GraphError(
+                    f"{node.name} is not a node of this {self.stage} graph; nodes of an earlier "
+                    "call, of another graph, or erased ones cannot be edited here"
+                )
 
     def _fake(self, target: Any, args: Sequence[Any]) -> Any:
-        values = pytree.tree_map_only(Node, lambda node: node.meta["val"], tuple(args))
-        tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-        mode = detect_fake_mode(tensors)
-        if mode is None:
-            raise AssertionError(f"{target} was called on values without a fake tensor mode")
-        with mode:
-            return target(*values)
+        return fake_result(target, args, {})
+
+
+def fake_result(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What calling `target` on the nodes' fake values gives: shapes and dtypes without data."""
+    given = (tuple(args), dict(kwargs))
+    values = pytree.tree_map_only(Node, lambda node: node.meta["val"], given)
+    tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+    mode = detect_fake_mode(tensors)
+    if mode is None:
+        raise GraphError(f"{target} was called on values without a fake tensor mode")
+    with mode:
+        return target(*values[0], **values[1])
+
+
+def _tag(nodes: Iterable[Node], policy: CheckpointPolicy) -> None:
+    for node in nodes:
+        node.meta["recompute"] = policy
+        node.meta["ac_graph_id"] = _REGION

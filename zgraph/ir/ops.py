@@ -177,3 +177,16 @@ pack = torch.ops.zgraph.pack.default
 scatter = torch.ops.zgraph.scatter.default
 reduce = torch.ops.zgraph.reduce.default
 wait = torch.ops.zgraph.wait.default
+
+STARTS = (gather, scatter, reduce)
+# Where an op's arguments name its buffer, and its process group.
+BUFFER_ARGUMENT: dict[Any, int] = {
+    parameter: 2,
+    gradient: 2,
+    gather: 1,
+    whole: 1,
+    pack: 2,
+    scatter: 1,
+    reduce: 1,
+}
+GROUP_ARGUMENT: dict[Any, int] = {parameter: 7, gradient: 7, gather: 4, scatter: 2, reduce: 2}

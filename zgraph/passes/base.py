@@ -1,5 +1,7 @@
 """Pass: one protocol for shipped passes and yours; Pipeline: a checked list of them.
 
+How to write one: zgraph/passes/README.md.
+
 A pass is a frozen value with up to three hooks. `plan` runs before anything is traced and returns a
 changed plan. `joint` edits the graph that holds forward and backward. `schedule` edits the forward
 and the backward graph after the partition, one at a time, and moves nodes only.
@@ -15,6 +17,8 @@ from zgraph.errors import PassError
 from zgraph.ir.graph import Graph
 from zgraph.plan import Plan
 
+Hook = Literal["joint", "schedule"]
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -24,12 +28,15 @@ class Pass:
         requires: words that earlier passes must provide.
         provides: words that later passes may require.
         conflicts: words that no earlier pass may have provided.
+        changes_compute: True for a pass whose `joint` changes what is computed, and not only how
+            parameters and gradients travel; the verifier then lets it.
     """
 
     name: ClassVar[str] = "pass"
     requires: ClassVar[frozenset[str]] = frozenset()
     provides: ClassVar[frozenset[str]] = frozenset()
     conflicts: ClassVar[frozenset[str]] = frozenset()
+    changes_compute: ClassVar[bool] = False
 
     def plan(self, plan: Plan) -> Plan:
         """Return the changed plan. Must not depend on the rank."""
@@ -40,6 +47,10 @@ class Pass:
 
     def schedule(self, graph: Graph, plan: Plan) -> None:
         """Move nodes of a forward, backward or inference graph."""
+
+    def has(self, hook: Hook) -> bool:
+        """Whether this pass does anything at a hook."""
+        return getattr(type(self), hook) is not getattr(Pass, hook)
 
     def __str__(self) -> str:
         options = [
@@ -63,31 +74,49 @@ class GraphPass(Pass):
     """A pass made from a function by `graph_pass`."""
 
     function: Callable[[Graph, Plan], None] = lambda graph, plan: None
-    stage: Literal["joint", "schedule"] = "schedule"
+    stage: Hook = "schedule"
 
     def joint(self, graph: Graph, plan: Plan) -> None:
-        if self.stage == "joint":
-            self.function(graph, plan)
+        self.function(graph, plan)
 
     def schedule(self, graph: Graph, plan: Plan) -> None:
-        if self.stage == "schedule":
-            self.function(graph, plan)
+        self.function(graph, plan)
+
+    def has(self, hook: Hook) -> bool:
+        return hook == self.stage
 
     def __str__(self) -> str:
         return f"{self.function.__module__}.{self.function.__qualname__}@{self.stage}"
 
 
+@dataclass(frozen=True)
+class ComputingGraphPass(GraphPass):
+    """A pass made from a function that changes what is computed."""
+
+    changes_compute: ClassVar[bool] = True
+
+
 def graph_pass(
-    *, stage: Literal["joint", "schedule"]
+    *, stage: Hook, changes_compute: bool = False
 ) -> Callable[[Callable[[Graph, Plan], None]], GraphPass]:
     """Turn `function(graph, plan)` into a pass that runs at `stage`.
 
+    Args:
+        stage: "joint", or "schedule" for the forward and the backward graph, one at a time.
+        changes_compute: for a joint pass that changes what is computed; the verifier then lets it.
+
     Raises:
-        PassError: `stage` is neither "joint" nor "schedule".
+        PassError: `stage` is neither, or a schedule pass would change what is computed.
     """
     if stage not in ("joint", "schedule"):
         raise PassError(f'graph_pass(stage={stage!r}): expected "joint" or "schedule"')
-    return lambda function: GraphPass(function=function, stage=stage)
+    if changes_compute and stage == "schedule":
+        raise PassError(
+            'graph_pass(stage="schedule", changes_compute=True): a schedule pass moves nodes only; '
+            'change what is computed at stage="joint", where forward and backward are one graph'
+        )
+    make = ComputingGraphPass if changes_compute else GraphPass
+    return lambda function: make(function=function, stage=stage)
 
 
 class Pipeline:

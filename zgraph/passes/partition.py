@@ -101,7 +101,13 @@ def _insert_gather(graph: Graph, buffer: Buffer) -> None:
     first, shard = reads[0], reads[0].args[0]
     if buffer.persistent:
         flat = graph.call(
-            ops.whole, shard, buffer.name, buffer.param_dtype, before=first, role="whole"
+            ops.whole,
+            shard,
+            buffer.name,
+            buffer.param_dtype,
+            before=first,
+            role="whole",
+            name=f"whole_{buffer.name}",
         )
     else:
         group = arguments(first)[7]
@@ -114,23 +120,26 @@ def _insert_gather(graph: Graph, buffer: Buffer) -> None:
             group,
             before=first,
             role="gather",
+            name=f"gather_{buffer.name}",
         )
-        flat = graph.call(ops.wait, pending, before=first, role="wait")
+        name = f"gathered_{buffer.name}"
+        flat = graph.call(ops.wait, pending, before=first, role="wait", name=name)
     aten = torch.ops.aten
     for read in reads:
-        shape, offset = arguments(read)[3:5]
-        numel = torch.Size(shape).numel()
+        name, _, shape, offset = arguments(read)[1:5]
+        end = offset + torch.Size(shape).numel()
         part = graph.call(
-            aten.slice.Tensor, flat, 0, offset, offset + numel, before=read, role="view"
+            aten.slice.Tensor, flat, 0, offset, end, before=read, role="view", name=f"{name}_flat"
         )
-        view = graph.call(aten.view.default, part, list(shape), before=read, role="view")
+        view = graph.call(
+            aten.view.default, part, list(shape), before=read, role="view", name=str(name)
+        )
         graph.replace(read, view)
 
 
 def _insert_scatters(graph: Graph) -> None:
     """One pack and its collectives for all gradients of each flat shard."""
-    output = graph.output()
-    outputs = list(arguments(output)[0])
+    outputs = graph.outputs()
     for index, node in enumerate(outputs):
         if not isinstance(node, fx.Node):
             continue
@@ -138,7 +147,7 @@ def _insert_scatters(graph: Graph) -> None:
         if not gradients:
             continue
         outputs[index] = _insert_scatter(graph, gradients)
-    output.args = (tuple(outputs),)
+    graph.set_outputs(outputs)
 
 
 def _summands(node: fx.Node) -> list[fx.Node]:
@@ -174,13 +183,17 @@ def _insert_scatter(graph: Graph, gradients: list[fx.Node]) -> fx.Node:
         buffer.reduce_dtype,
         before=before,
         role="pack",
+        name=f"pack_{buffer.name}",
     )
     steps = [(ops.scatter, group)] if group else []
     steps += [(ops.reduce, other) for other in sum_groups]
     for op, name in steps:
         role = "scatter" if op is ops.scatter else "reduce"
-        pending = graph.call(op, flat, buffer.name, name, before=before, role=role)
-        flat = graph.call(ops.wait, pending, before=before, role="wait")
+        pending = graph.call(
+            op, flat, buffer.name, name, before=before, role=role, name=f"{role}_{buffer.name}"
+        )
+        result = f"mean_{buffer.name}"
+        flat = graph.call(ops.wait, pending, before=before, role="wait", name=result)
     if buffer.reduce_dtype != buffer.master_dtype:
         cast = torch.ops.prims.convert_element_type.default
         flat = graph.call(cast, flat, buffer.master_dtype, before=before, role="cast")
@@ -199,7 +212,7 @@ def _pipeline_scatters(graph: Graph) -> None:
     So one packed gradient is in flight while the next unit's backward runs. An HSDP all-reduce
     follows one unit later still, by the same rule.
     """
-    chains = [_segments(pack) for pack in graph.nodes(ops.pack)]
+    chains = [_segments(pack) for pack in graph.packs()]
     for chain in chains:
         latest = max(chain[0][0].all_input_nodes)
         for node in reversed(chain[0]):

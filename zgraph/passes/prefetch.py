@@ -67,7 +67,7 @@ def _hoist(graph: Graph, ahead: int) -> None:
         anchor = max(turns[index - 1][-1], *(graph.gathered(gather).wait for gather in leader))
         previous = index - ahead - 1
         if previous >= 0:
-            last = max(_last_read(graph, gather) for gather in turns[previous])
+            last = max(graph.gathered(gather).last_read for gather in turns[previous])
             # A unit used again later on does not hold its successors back.
             if last < turns[index][0]:
                 anchor = max(anchor, last)
@@ -85,8 +85,3 @@ def _turns(graph: Graph) -> list[list[fx.Node]]:
         else:
             turns.append([gather])
     return turns
-
-
-def _last_read(graph: Graph, gather: fx.Node) -> fx.Node:
-    item = graph.gathered(gather)
-    return max((item.wait, *item.views, *item.uses))

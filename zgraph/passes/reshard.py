@@ -5,16 +5,11 @@ from typing import ClassVar
 
 from torch import fx
 
-from zgraph._torch import CheckpointPolicy
 from zgraph.errors import PassError
 from zgraph.ir import ops
-from zgraph.ir.graph import Gathered, Graph, is_cast, is_view
+from zgraph.ir.graph import Gathered, Graph
 from zgraph.passes.base import Pass
 from zgraph.plan import Plan
-
-# The partitioner saves a recomputed node that a checkpointed region of a higher number reads, so
-# that regions do not recompute each other. Parameters are read by regions of any number.
-_REGION = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -53,15 +48,15 @@ class Reshard(Pass):
         )
 
     def joint(self, graph: Graph, plan: Plan) -> None:
-        recompute = CheckpointPolicy.MUST_RECOMPUTE
         for gather in graph.gathers():
-            item = graph.gathered(gather)
-            kept = recompute if self.after_forward else CheckpointPolicy.MUST_SAVE
-            _tag([gather], recompute)
-            _tag([item.wait], kept)
-            _tag(_views_and_casts(item.wait), recompute)
+            wait = graph.gathered(gather).wait
+            graph.recompute([gather, *graph.casts_and_views(wait)])
+            if self.after_forward:
+                graph.recompute([wait])
+            else:
+                graph.save([wait])
         for node in graph.nodes(ops.whole):
-            _tag([node, *_views_and_casts(node)], recompute)
+            graph.recompute([node, *graph.casts_and_views(node)])
 
     def schedule(self, graph: Graph, plan: Plan) -> None:
         if self.keep_between_uses:
@@ -69,22 +64,6 @@ class Reshard(Pass):
         for gather in graph.gathers():
             _regather(graph, graph.gathered(gather))
         graph.finish()
-
-
-def _tag(nodes: list[fx.Node], policy: CheckpointPolicy) -> None:
-    for node in nodes:
-        node.meta["recompute"] = policy
-        node.meta["ac_graph_id"] = _REGION
-
-
-def _views_and_casts(root: fx.Node) -> list[fx.Node]:
-    found, stack = [], [root]
-    while stack:
-        for user in stack.pop().users:
-            if (is_view(user) or is_cast(user)) and len(user.all_input_nodes) == 1:
-                found.append(user)
-                stack.append(user)
-    return found
 
 
 def _regather(graph: Graph, item: Gathered) -> None:
@@ -98,15 +77,7 @@ def _regather(graph: Graph, item: Gathered) -> None:
             runs.append([])
         runs[-1].append(use)
     for run in runs[1:]:
-        _copy_chain(graph, item, run)
-
-
-def _copy_chain(graph: Graph, item: Gathered, run: list[fx.Node]) -> None:
-    """Copy gather, wait and views in front of `run`, and let the run read the copies."""
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in (item.gather, item.wait, *item.views):
-        with graph.fx.inserting_before(run[0]):
-            copies[node] = graph.fx.node_copy(node, lambda source: copies.get(source, source))
-    for use in run:
-        for node in (item.wait, *item.views):
-            use.replace_input_with(node, copies[node])
+        copies = graph.copy_before([item.gather, item.wait, *item.views], run[0])
+        for use in run:
+            for node in (item.wait, *item.views):
+                use.replace_input_with(node, copies[node])

@@ -1,25 +1,38 @@
 """Blocking collectives on flat tensors, named by group, as the eager paths use them.
 
 An empty group name means one rank: the tensor itself is returned.
+
+Note [Planned groups]
+`zg.capture` traces for a mesh that need not exist. Its groups have names such as "shard=8", the
+mesh axis and its ranks: enough for shapes and for lowering, while no collective can run on them.
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zgraph._torch import all_gather_flat, group_by_name, reduce_scatter_flat
+from zgraph._torch import all_gather_flat, backend_name, group_by_name, reduce_scatter_flat
 
 
 def size(group: str) -> int:
-    """Ranks in the group; 1 for ""."""
+    """Ranks in the group; 1 for "". See Note [Planned groups]."""
+    if "=" in group:
+        return int(group.rpartition("=")[2])
     return group_by_name(group).size() if group else 1
+
+
+def planned(axis: str, ranks: int) -> str:
+    """The name of a group that is planned only. See Note [Planned groups]."""
+    return f"{axis}={ranks}"
 
 
 def averages(group: str, dtype: torch.dtype, device_type: str) -> bool:
     """Whether the group's backend divides by itself. See Note [Averaging] in `zgraph.lowering`."""
     if device_type != "cuda" or dtype not in (torch.float32, torch.bfloat16):
         return False
-    return "nccl" in dist.get_backend(group_by_name(group))
+    if "=" in group:
+        return True  # planned: CUDA meshes use NCCL
+    return backend_name(group_by_name(group), device_type) == "nccl"
 
 
 def division(group: str, dtype: torch.dtype) -> tuple[float, float]:

@@ -37,6 +37,21 @@ def shard_model(
     Returns:
         The flat shards by buffer name.
     """
+    shards = shard_twin(model, plan, layout, groups, device, eager_reads)
+    for flat in shards.values():
+        _repeat_first_replica(flat)
+    return shards
+
+
+def shard_twin(
+    model: nn.Module,
+    plan: Plan,
+    layout: Layout,
+    groups: Groups,
+    device: torch.device,
+    eager_reads: EagerReads,
+) -> dict[str, FlatShard]:
+    """`shard_model` without its collectives: of a model with fake tensors, or of one rank."""
     owners = _owners(model, plan)
     shards: dict[str, FlatShard] = {}
     for unit in plan.units:
@@ -57,7 +72,6 @@ def shard_model(
                     setattr(sharded, key, value)
                 _replace(owners[slot.name], sharded)
                 del whole
-            _repeat_first_replica(flat)
             shards[buffer.name] = flat
     _install(model, owners, layout, shards)
     # What owns no shards: ignored parameters, and buffers.

@@ -1,0 +1,150 @@
+"""Values: what a graph computes, told apart from when it computes it and how parameters arrive.
+
+Each node gets a value: a hash of its op and of the values that it reads. Whatever gathers a
+parameter has the value of the parameter itself, and a flat gradient is the gradients packed in it.
+So two graphs that differ in schedule, in what is gathered together, or in the level of the dialect
+in which they are written, have the same values; one with another operand somewhere has not.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from zgraph.ir import ops
+from zgraph.ir.graph import Graph, arguments, is_cast, is_view
+
+DIALECT = frozenset((*ops.BUFFER_ARGUMENT, ops.wait))
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Values:
+    """What one graph computes. Two of one process may be compared; hashes differ elsewhere.
+
+    Attributes:
+        of: value of each node.
+        compute: nodes that compute something, by value. Neither views nor communication count,
+            nor does what no output depends on.
+        outputs: value of each output; of a flat gradient, the (parameter, gradient)s packed in it.
+        effects: (value, node) of random and writing nodes, in program order.
+    """
+
+    of: dict[Node, int]
+    compute: dict[int, list[Node]]
+    outputs: tuple[Any, ...]
+    effects: tuple[tuple[int, Node], ...]
+
+
+def values(graph: Graph) -> Values:
+    """The values of a graph whose nodes are in order."""
+    of = _number(graph)
+    outputs: list[Any] = []
+    needed: list[Node] = []
+    for output in graph.outputs():
+        packed = list(gradients_in(graph, output)) if isinstance(output, Node) else []
+        if packed:
+            outputs.append(tuple(sorted((name, of[grad]) for name, grad in packed)))
+            needed += [grad for _, grad in packed]
+        else:
+            outputs.append(_key(of, output))
+            needed += [output] if isinstance(output, Node) else []
+    compute: dict[int, list[Node]] = {}
+    for node in _upstream(needed):
+        if node.op == "call_function" and node.target not in DIALECT and not is_view(node):
+            compute.setdefault(of[node], []).append(node)
+    impure = (node for node in graph.fx.nodes if node.op == "call_function" and node.is_impure())
+    return Values(of, compute, tuple(outputs), tuple((of[node], node) for node in impure))
+
+
+def gradients_in(graph: Graph, flat: Node) -> Iterator[tuple[str, Node]]:
+    """(parameter, its gradient before packing) for all that reached a flat gradient.
+
+    A gradient that is a sum over several reads of its parameter is given as its terms. Nothing is
+    given for a node that is no flat gradient, or is one to which something else was done.
+    """
+    if flat.target is ops.gradient:
+        yield str(flat.args[1]), flat.all_input_nodes[0]
+    elif flat.target is _aten.add.Tensor:
+        terms = [list(gradients_in(graph, term)) for term in flat.all_input_nodes]
+        if all(terms):
+            yield from (gradient for term in terms for gradient in term)
+    elif flat.target is ops.pack:
+        slots = {slot.offset: slot.name for slot in graph.buffer_of(flat).slots}
+        grads, offsets = arguments(flat)[:2]
+        for grad, offset in zip(grads, offsets, strict=True):
+            name = slots.get(offset, f"offset {offset}")
+            yield from ((name, term) for term in _terms(grad))
+    elif flat.target in (ops.scatter, ops.reduce, ops.wait) or is_cast(flat):
+        yield from gradients_in(graph, flat.all_input_nodes[0])
+
+
+def _terms(grad: Node) -> Iterator[Node]:
+    """What `Partition` added up to make one parameter's gradient; see its role "sum"."""
+    if grad.target is _aten.add.Tensor and grad.meta.get("zgraph", {}).get("role") == "sum":
+        for term in grad.all_input_nodes:
+            yield from _terms(term)
+    else:
+        yield grad
+
+
+def _number(graph: Graph) -> dict[Node, int]:
+    of: dict[Node, int] = {}
+    slots = {
+        (buffer.name, slot.offset, slot.offset + slot.numel): slot
+        for buffer, slot in graph.layout.slots()
+    }
+    flats: dict[Node, str] = {}  # gathered or persistent memory: the buffer's name
+    parts: dict[Node, Any] = {}  # the slot that a slice of such memory is
+    for node in graph.fx.nodes:
+        if node.op == "output":
+            continue
+        source = next(iter(node.all_input_nodes), None)
+        if node.target in (ops.gather, ops.whole):
+            flats[node] = str(node.args[1])
+            key: Any = "flat", flats[node], arguments(node)[2 if node.target is ops.whole else 3]
+        elif node.target is ops.wait and source in flats:
+            flats[node] = flats[source]
+            key = "flat", flats[source], of[source]
+        elif node.target is ops.parameter:
+            key = "parameter", node.args[1]
+        elif node.target is _aten.slice.Tensor and source in flats and node.args[1] == 0:
+            parts[node] = slots.get((flats[source], *node.args[2:4]))
+            key = "slice", flats[source], node.args[2:]
+        elif node.target is _aten.view.default and _is_whole_slot(parts.get(source), node):
+            key = "parameter", parts[source].name
+        elif node.op in ("placeholder", "get_attr"):
+            key = node.op, node.target
+        else:
+            key = str(node.target), _key(of, node.args), _key(of, node.kwargs)
+        of[node] = hash(key)
+    return of
+
+
+def _is_whole_slot(slot: Any, view: Node) -> bool:
+    return slot is not None and tuple(arguments(view)[1]) == slot.shape
+
+
+def _key(of: dict[Node, int], value: Any) -> Any:
+    if isinstance(value, Node):
+        return of.get(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(_key(of, item) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _key(of, item)) for key, item in value.items())
+    return value if value is None or isinstance(value, (int, str)) else repr(value)
+
+
+def _upstream(roots: list[Node]) -> Iterator[Node]:
+    """The roots and every node that they depend on."""
+    seen = set(roots)
+    stack = list(seen)
+    while stack:
+        node = stack.pop()
+        yield node
+        for source in node.all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                stack.append(source)
