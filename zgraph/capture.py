@@ -18,7 +18,7 @@ from zgraph import checks
 from zgraph._torch import FakeTensorMode, pytree
 from zgraph.backends.aot_eager import AotEager
 from zgraph.compile import compiled_call, finished_plan, groups_of
-from zgraph.errors import GraphError, ModelError, PassError, nearest
+from zgraph.errors import GraphError, PassError, nearest
 from zgraph.frames import Capture, Frame, Step
 from zgraph.ir import show
 from zgraph.ir.graph import Graph, Stage
@@ -142,9 +142,7 @@ def capture(
         shards = shard_twin(twin, plan, layout, groups, torch.device(device_type), reads)
         casts.install(twin, plan)
         backend = AotEager()
-        traced = Capture(
-            pipeline.passes, plan, layout, groups, shards, backend, keeps_history=True
-        )
+        traced = Capture(pipeline.passes, plan, layout, groups, shards, backend, keeps_history=True)
         call = compiled_call(twin, traced, reads, fullgraph, dynamic)
         call(*call_args, **call_kwargs)
     return Captured(

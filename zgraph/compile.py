@@ -88,7 +88,7 @@ def compile(
         casts.install(model, plan)
     capture = Capture(pipeline.passes, plan, layout, groups, shards, choose(backend, device.type))
     model.__dict__["_zgraph"] = State(plan, layout, groups, shards, capture, reads)
-    setcompiled_call(model, compiled_call(model, capture, reads, fullgraph, dynamic))
+    set_compiled_call(model, compiled_call(model, capture, reads, fullgraph, dynamic))
     return model
 
 

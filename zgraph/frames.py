@@ -216,9 +216,12 @@ class FrameCompiler:
         """Run the joint passes, cut the joint graph into forward and backward, schedule both."""
         with self._telling_others():
             self._joint(module)
+            module.recompile()
             halves = min_cut_rematerialization_partition(module, inputs, **options)
             forward = self._graph(halves[0], "forward", options["num_fwd_outputs"])
             self._schedule(forward, self._graph(halves[1], "backward"))
+        for half in halves:
+            half.recompile()
         return halves
 
     def finish(self, module: fx.GraphModule, stage: Stage) -> None:
@@ -229,13 +232,14 @@ class FrameCompiler:
                 self._joint(module)
                 self._schedule(graph)
         lower(graph)
+        module.recompile()
 
     def _graph(
         self, module: fx.GraphModule, stage: Stage, user_outputs: int | None = None
     ) -> Graph:
         capture = self._capture
         trained = self._frame.trained
-        return Graph(module, stage, capture.layout, capture.groups, trained, user_outputs)
+        return Graph(module.graph, stage, capture.layout, capture.groups, trained, user_outputs)
 
     def _joint(self, module: fx.GraphModule) -> None:
         graph = self._graph(module, "joint")
@@ -270,7 +274,6 @@ class FrameCompiler:
                 item.joint(graph, plan) if hook == "joint" else item.schedule(graph, plan)
             before = verify(graph, plan, str(item), before, item.changes_compute)
             self._keep(str(item), graph)
-        graph.module.recompile()
 
     def _keep(self, made_by: str, graph: Graph) -> None:
         if self._capture.keeps_history:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.fx import Graph as FxGraph
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from zgraph._torch import CheckpointPolicy, OpOverload, detect_fake_mode, pytree
 from zgraph.errors import GraphError, nearest
@@ -81,7 +81,7 @@ class Graph:
     `replace` methods, which keep what a node says of itself (`node.meta`) true.
 
     Attributes:
-        module: the graph module that owns `fx`.
+        fx: the graph itself, for whatever this handle does not offer.
         stage: "joint" before the partition; "forward" and "backward" after it; "inference" for
             the whole of a graph captured without gradients, once its joint passes have run.
         layout: buffers, for names, sizes and units.
@@ -93,14 +93,14 @@ class Graph:
 
     def __init__(
         self,
-        module: GraphModule,
+        fx: FxGraph,
         stage: Stage,
         layout: Layout,
         groups: Groups | None = None,
         trained: Mapping[str, frozenset[str]] | None = None,
         user_outputs: int | None = None,
     ) -> None:
-        self.module = module
+        self.fx = fx
         self.stage: Stage = stage
         self.layout = layout
         self.groups = groups or Groups()
@@ -108,11 +108,6 @@ class Graph:
         self.user_outputs = user_outputs
         self._stamp = ""
         self._buffers = {buffer.name: buffer for buffer in layout.buffers}
-
-    @property
-    def fx(self) -> FxGraph:
-        """The graph itself, for whatever this handle does not offer."""
-        return self.module.graph
 
     @contextmanager
     def edited_by(self, pass_name: str) -> Iterator[None]:
@@ -128,8 +123,7 @@ class Graph:
         nodes = FxGraph()
         copied: Any = nodes.graph_copy(self.fx, {}, return_output_node=True)
         nodes.output(copied[0]).meta = dict(copied[1].meta)
-        module = GraphModule(self.module, nodes)
-        return Graph(module, self.stage, self.layout, self.groups, self.trained, self.user_outputs)
+        return Graph(nodes, self.stage, self.layout, self.groups, self.trained, self.user_outputs)
 
     # ------------------------------------------------------------------ reading
 
@@ -355,10 +349,9 @@ class Graph:
         _tag(nodes, CheckpointPolicy.MUST_SAVE)
 
     def finish(self) -> None:
-        """Drop what nothing reads, check the program order, and recompile the module."""
+        """Drop what nothing reads, and check the program order."""
         self.fx.eliminate_dead_code()
         self.fx.lint()
-        self.module.recompile()
 
     def _own(self, *nodes: Node) -> None:
         for node in nodes:

@@ -7,7 +7,7 @@ from torch import fx
 
 from zgraph.errors import PassError
 from zgraph.ir.graph import Graph
-from zgraph.passes.base import Pass
+from zgraph.passes.base import Hook, Pass
 from zgraph.plan import Plan
 
 
@@ -48,6 +48,9 @@ class Prefetch(Pass):
     def plan(self, plan: Plan) -> Plan:
         backward = self.units if self.backward_units is None else self.backward_units
         return plan.changed(prefetch_forward=self.units, prefetch_backward=backward)
+
+    def has(self, hook: Hook) -> bool:
+        return hook == "schedule" and bool(self.units or self.backward_units)
 
     def schedule(self, graph: Graph, plan: Plan) -> None:
         ahead = plan.prefetch_backward if graph.stage == "backward" else plan.prefetch_forward

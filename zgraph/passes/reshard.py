@@ -8,7 +8,7 @@ from torch import fx
 from zgraph.errors import PassError
 from zgraph.ir import ops
 from zgraph.ir.graph import Gathered, Graph
-from zgraph.passes.base import Pass
+from zgraph.passes.base import Hook, Pass
 from zgraph.plan import Plan
 
 
@@ -58,9 +58,10 @@ class Reshard(Pass):
         for node in graph.nodes(ops.whole):
             graph.recompute([node, *graph.casts_and_views(node)])
 
+    def has(self, hook: Hook) -> bool:
+        return hook == "joint" or not self.keep_between_uses
+
     def schedule(self, graph: Graph, plan: Plan) -> None:
-        if self.keep_between_uses:
-            return
         for gather in graph.gathers():
             _regather(graph, graph.gathered(gather))
         graph.finish()
