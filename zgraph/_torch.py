@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch_config
 from torch._guards import detect_fake_mode
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -32,6 +33,7 @@ from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
+    "BackendCompilerFailed",
     "CheckpointPolicy",
     "CustomGraphPass",
     "CustomPartitionerFn",

@@ -14,15 +14,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph import checks
-from zgraph._torch import raised_recompile_limit, set_compiled_call
+from zgraph._torch import BackendCompilerFailed, raised_recompile_limit, set_compiled_call
 from zgraph.backends.base import BackendName, choose, resolve
-from zgraph.errors import PassError
+from zgraph.errors import PassError, ZGraphError
 from zgraph.frames import Capture
 from zgraph.layout import Layout, lay_out
 from zgraph.passes import Group, Partition, Pass, Pipeline, Reshard
 from zgraph.plan import Axis, Plan, describe, units_covering
 from zgraph.runtime import casts
-from zgraph.runtime.agree import agree
+from zgraph.runtime.agree import Meeting
 from zgraph.runtime.eager import EagerReads
 from zgraph.runtime.sharding import check_materialisable, shard_model
 from zgraph.runtime.storage import FlatShard, Groups
@@ -79,14 +79,16 @@ def compile(
         how = f"torch {torch.__version__}, {compiler} on {plan.device_type}"
         return f"compiled by {how}, fullgraph={fullgraph}, dynamic={dynamic}\n{plan.text()}"
 
-    pipeline, plan = agree(ranks, rank, prepare, text)
+    meeting = Meeting(ranks, rank)
+    pipeline, plan = meeting.agree(prepare, text)
     device = _device(mesh, model)
     layout, groups, reads = lay_out(plan), _groups(mesh, plan), EagerReads()
     shards: dict[str, FlatShard] = {}
     if mesh is not None or _changes_dtypes(plan):
         shards = shard_model(model, plan, layout, groups, device, reads)
         casts.install(model, plan)
-    capture = Capture(pipeline.passes, plan, layout, groups, shards, choose(backend, device.type))
+    compiler = choose(backend, device.type)
+    capture = Capture(pipeline.passes, plan, layout, groups, shards, compiler, meeting)
     model.__dict__["_zgraph"] = State(plan, layout, groups, shards, capture, reads)
     set_compiled_call(model, compiled_call(model, capture, reads, fullgraph, dynamic))
     return model
@@ -212,6 +214,11 @@ def compiled_call(
         try:
             with raised_recompile_limit(limit):
                 return compiled(*args, **kwargs)
+        except BackendCompilerFailed as failure:
+            # What zgraph raised on purpose reaches its users as what it is.
+            if isinstance(failure.inner_exception, ZGraphError):
+                raise failure.inner_exception from None
+            raise
         finally:
             reads.release()
 

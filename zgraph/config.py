@@ -12,9 +12,11 @@ class Config:
 
     Attributes:
         agree_timeout_s: seconds that a rank waits for the others' plans before it raises.
+        graph_timeout_s: seconds that it waits for the others to compile a graph like its own.
     """
 
     agree_timeout_s: float = 45.0
+    graph_timeout_s: float = 300.0
 
 
 def _positive_seconds(variable: str, default: float) -> float:
@@ -30,4 +32,7 @@ def _positive_seconds(variable: str, default: float) -> float:
     return value
 
 
-config = Config(agree_timeout_s=_positive_seconds("ZGRAPH_AGREE_TIMEOUT_S", 45.0))
+config = Config(
+    agree_timeout_s=_positive_seconds("ZGRAPH_AGREE_TIMEOUT_S", Config.agree_timeout_s),
+    graph_timeout_s=_positive_seconds("ZGRAPH_GRAPH_TIMEOUT_S", Config.graph_timeout_s),
+)

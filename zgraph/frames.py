@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from zgraph._torch import min_cut_rematerialization_partition
 from zgraph.backends.base import Backend
 from zgraph.errors import ModelError, RankError
-from zgraph.ir import ops
+from zgraph.ir import ops, show
 from zgraph.ir.graph import Graph, Stage
 from zgraph.ir.verify import Snapshot, verify
 from zgraph.layout import Layout
@@ -35,7 +35,7 @@ from zgraph.runtime.storage import FlatShard, Groups
 class Agreement(Protocol):
     """How ranks compare the graphs of one frame; see `zgraph.runtime.agree`."""
 
-    def compare(self, graphs: Sequence[Graph]) -> None:
+    def compare(self, collectives: Sequence[str]) -> None:
         """Raise `RankError` on every rank if another's collectives differ."""
         ...
 
@@ -255,7 +255,9 @@ class FrameCompiler:
             self._frame.scheduled.append(graph.copy())
             self._frame.graphs.append(GraphRecord.of(graph))
         if self._capture.agreement is not None:
-            self._capture.agreement.compare(graphs)
+            self._capture.agreement.compare(
+                [line for graph in graphs for line in show.collectives(graph)]
+            )
         if self._capture.keeps_history:
             for graph in graphs:
                 # A copy: torch may put off compiling, and so lowering, backward until it runs.

@@ -195,7 +195,7 @@ def _memory(blocks: int) -> dict[str, Any]:
         "rows": rows,
         "peak_bytes": sum(size for _, size in rows),
         "peak_stage": "backward",
-        "peak_node": f"mm_layers_{blocks - 1}_17",
+        "peak_node": f"mm_layers_{blocks - 1}_16",
     }
 
 
@@ -225,11 +225,13 @@ def _backward(names: list[str]) -> Iterator[Line]:
         clock.gathered.discard(name)
         clock.add(f"pack_{safe}: f32[{BLOCK_NUMEL}] = pack([mm, mm_1])", name, name, "pack", 600.0)
         clock.arrive(name, f"wait_{safe}_1: f32[{BLOCK_NUMEL // SHARD}] = wait(sum)", reduced)
-        text = f"  # reduce-scatter {name}, {4 * BLOCK_NUMEL:,} B f32, shard={SHARD}"
-        shape = f"f32[{BLOCK_NUMEL // SHARD}]"
-        clock.add(f"scatter_{safe}: {shape} = scatter(pack){text}", name, name, "scatter", 4100.0)
-        text = f"  # all-reduce {name}, {4 * BLOCK_NUMEL // SHARD:,} B f32, replicate={REPLICAS}"
-        clock.add(f"reduce_{safe}: {shape} = reduce(scattered){text}", name, name, "reduce", 800.0)
+        own = BLOCK_NUMEL // SHARD
+        note = f"# reduce-scatter {name}, {4 * BLOCK_NUMEL:,} B f32, shard={SHARD}"
+        text = f"scatter_{safe}: f32[{own}] = scatter(pack)  {note}"
+        clock.add(text, name, name, "scatter", SCATTER_US)
+        note = f"# all-reduce {name}, {4 * own:,} B f32, replicate={REPLICAS}"
+        text = f"reduce_{safe}: f32[{own}] = reduce(scattered)  {note}"
+        clock.add(text, name, name, "reduce", REDUCE_US)
         reduced = clock.network
     clock.add("return [None, *gradients]", "", "", "output")
     yield from clock.lines
@@ -266,7 +268,9 @@ def _block(clock: Clock, name: str, count: int, us: float, saved_bytes: int) -> 
         clock.add(text, module, name, "view" if view else "compute", duration)
 
 
-def _passes(names: list[str], forward: list[Line], backward: list[Line]) -> Iterator[dict]:
+def _passes(
+    names: list[str], forward: list[Line], backward: list[Line]
+) -> Iterator[dict[str, Any]]:
     for name in PASSES[:6]:
         yield _entry(name, "joint", "", _rewritten(names, name) if _rewrites(name) else [])
     for name in PASSES[6:]:

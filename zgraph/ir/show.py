@@ -97,6 +97,11 @@ def text(graph: Graph) -> str:
     return "\n".join(shown)
 
 
+def collectives(graph: Graph) -> list[str]:
+    """The collectives that the graph starts, in order, one a line: what ranks must share."""
+    return [f"{graph.stage}: {_note(graph, node)}" for node in graph.starts()]
+
+
 def around(graph: Graph, node: Node, context: int = 3) -> str:
     """The statements around `node`, it marked by ">". Works on graphs that break rules."""
     nodes = list(graph.fx.nodes)
@@ -163,6 +168,9 @@ def _called(node: Node) -> str:
 
 
 def _note(graph: Graph, node: Node) -> str:
+    if node.op == "placeholder":
+        read = next((user for user in node.users if user.target in (ops.gather, ops.whole)), None)
+        return f"flat shard of {read.args[1]}" if read is not None else ""
     if node.target not in _SHOWN_ARGUMENTS:
         return ""
     buffer = str(node.args[ops.BUFFER_ARGUMENT[node.target]])
