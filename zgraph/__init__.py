@@ -10,6 +10,7 @@ from zgraph.errors import (
     WholeTensorError,
     ZGraphError,
 )
+from zgraph.explain import Explanation, Machine, explain
 from zgraph.ir.graph import Graph
 from zgraph.passes import (
     Group,
@@ -27,9 +28,11 @@ from zgraph.runtime.parameter import ShardedParameter
 
 __all__ = [
     "Captured",
+    "Explanation",
     "Graph",
     "GraphError",
     "Group",
+    "Machine",
     "MixedPrecision",
     "ModelError",
     "Partition",
@@ -46,6 +49,7 @@ __all__ = [
     "ZGraphError",
     "capture",
     "compile",
+    "explain",
     "graph_pass",
     "inspect",
 ]

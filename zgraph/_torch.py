@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 # Capture: AOTAutograd as a Dynamo backend, and the min-cut partition.
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from functorch.compile import min_cut_rematerialization_partition
 from torch import fx, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
@@ -25,6 +25,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.graph import _BoxedCodeGen
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
@@ -42,6 +43,7 @@ __all__ = [
     "all_gather_flat",
     "aot_autograd",
     "backend_name",
+    "boxed",
     "compile_fx",
     "compile_fx_inner",
     "default_store",
@@ -51,7 +53,6 @@ __all__ = [
     "has_triton",
     "is_collective_start",
     "keep_in_order",
-    "make_boxed_func",
     "min_cut_rematerialization_partition",
     "pytree",
     "raised_recompile_limit",
@@ -73,6 +74,21 @@ def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
     """Name of what runs the group's collectives on tensors of a device type: "nccl", "gloo"."""
     # dist.get_backend says "undefined" of groups that init_device_mesh made by itself.
     return group._get_backend(torch.device(device_type)).name()
+
+
+def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """Run a graph on a list of inputs, which it empties, so that each is freed after its last use.
+
+    AOTAutograd knows by `_boxed_call` that a callable takes its inputs so.
+    """
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+
+    def run(inputs: list[Any]) -> Any:
+        return module(inputs)
+
+    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return run
 
 
 def all_gather_flat(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:

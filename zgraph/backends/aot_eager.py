@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from zgraph._torch import aot_autograd, make_boxed_func
+from zgraph._torch import aot_autograd, boxed
 from zgraph.backends.base import Hooks
 from zgraph.ir.graph import Stage
 
@@ -24,7 +24,7 @@ class AotEager:
             graph: fx.GraphModule, _: Sequence[Any], *, stage: Stage
         ) -> Callable[..., Any]:
             hooks.finish(graph, stage)
-            return make_boxed_func(graph)
+            return boxed(graph)
 
         return aot_autograd(
             fw_compiler=partial(compiler, stage="forward"),

@@ -1,1 +1,6 @@
-"""What a plan and its graphs look like, for people: one page that opens in any browser."""
+"""What a plan and its graphs cost, and what passes did to them: tables, and one page."""
+
+from zgraph.explain.explanation import Explanation, explain
+from zgraph.explain.timeline import Machine
+
+__all__ = ["Explanation", "Machine", "explain"]

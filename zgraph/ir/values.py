@@ -72,10 +72,11 @@ def gradients_in(graph: Graph, flat: Node) -> Iterator[tuple[str, Node]]:
         if all(terms):
             yield from (gradient for term in terms for gradient in term)
     elif flat.target is ops.pack:
-        slots = {slot.offset: slot.name for slot in graph.buffer_of(flat).slots}
+        # An empty parameter has the offset of the one behind it.
+        slots = {(slot.offset, slot.numel): slot.name for slot in graph.buffer_of(flat).slots}
         grads, offsets = arguments(flat)[:2]
         for grad, offset in zip(grads, offsets, strict=True):
-            name = slots.get(offset, f"offset {offset}")
+            name = slots.get((offset, grad.meta["val"].numel()), f"offset {offset}")
             yield from ((name, term) for term in _terms(grad))
     elif flat.target in (ops.scatter, ops.reduce, ops.wait) or is_cast(flat):
         yield from gradients_in(graph, flat.all_input_nodes[0])

@@ -128,10 +128,10 @@ def scatters_fit_the_plan(graph: Graph, plan: Plan) -> Iterator[Node]:
     for node in graph.nodes(ops.pack, ops.scatter, ops.reduce):
         buffer = graph.buffer_of(node)
         if node.target is ops.pack:
-            sizes = {slot.offset: slot.numel for slot in buffer.slots}
+            slots = {(slot.offset, slot.numel) for slot in buffer.slots}
             grads, offsets, _, numel, dtype = arguments(node)
             fits = (numel, dtype) == (buffer.numel, buffer.reduce_dtype) and all(
-                sizes.get(offset) == grad.meta["val"].numel()
+                (offset, grad.meta["val"].numel()) in slots
                 for grad, offset in zip(grads, offsets, strict=True)
             )
         else:
