@@ -2,11 +2,16 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from zgraph.ir import ops
 from zgraph.ir.graph import Graph, Stage, bytes_of
 
-KINDS = {ops.gather: "all-gather", ops.scatter: "reduce-scatter", ops.reduce: "all-reduce"}
+KINDS: dict[Any, str] = {
+    ops.gather: "all-gather",
+    ops.scatter: "reduce-scatter",
+    ops.reduce: "all-reduce",
+}
 
 
 @dataclass(frozen=True)

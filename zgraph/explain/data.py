@@ -18,7 +18,7 @@ from zgraph.plan import Plan
 if TYPE_CHECKING:
     from zgraph.explain.explanation import Explanation
 
-_KINDS = {
+_KINDS: dict[Any, str] = {
     ops.gather: "gather",
     ops.scatter: "scatter",
     ops.reduce: "reduce",

@@ -18,7 +18,6 @@ from zgraph.explain.timeline import Machine
 from zgraph.frames import Frame, Step
 from zgraph.ir.graph import Graph
 from zgraph.layout import Layout
-from zgraph.passes import Pass
 from zgraph.plan import Plan
 from zgraph.runtime.storage import Groups
 

@@ -227,7 +227,8 @@ def _last_reads(graph: Graph, blocks: dict[Node, Blocks]) -> dict[Node, list[_Bl
             # Its collective has read its own inputs until now.
             start = node.all_input_nodes[0]
             read |= {block for source in start.all_input_nodes for block in blocks[source]}
-        last |= dict.fromkeys((*blocks[node], *read), node)
+        for block in (*blocks[node], *read):
+            last[block] = node
     free: dict[Node, list[_Block]] = {}
     for block, node in last.items():
         if node.op != "output":

@@ -42,9 +42,19 @@ _SHORT = {
     torch.uint8: "u8",
     torch.bool: "bool",
 }
-_COLLECTIVE = {ops.gather: "all-gather", ops.scatter: "reduce-scatter", ops.reduce: "all-reduce"}
+_COLLECTIVE: dict[Any, str] = {
+    ops.gather: "all-gather",
+    ops.scatter: "reduce-scatter",
+    ops.reduce: "all-reduce",
+}
 # Arguments of the dialect's ops that the note at the right of a statement says better.
-_SHOWN_ARGUMENTS = {ops.gather: 1, ops.whole: 1, ops.pack: 2, ops.scatter: 1, ops.reduce: 1}
+_SHOWN_ARGUMENTS: dict[Any, int] = {
+    ops.gather: 1,
+    ops.whole: 1,
+    ops.pack: 2,
+    ops.scatter: 1,
+    ops.reduce: 1,
+}
 
 
 @dataclass(frozen=True)

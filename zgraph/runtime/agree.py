@@ -92,16 +92,16 @@ class Meeting:
             f"collectives that it had not had before:\n{text}\nRanks must take the same branches "
             "of the model, in the same order (the time is ZGRAPH_GRAPH_TIMEOUT_S)"
         )
-        self._compare(self._graph_store(), text, "compiling a graph", late, seconds)
+        self._compare(self._graph_store(self._store), text, "compiling a graph", late, seconds)
         self._agreed.append(text)
 
     def failed(self, error: Exception) -> None:
         """Tell ranks that wait to compare this rank's next graph that there will be none."""
         if self._store is not None:
-            self._say(self._graph_store(), f"error {type(error).__name__}: {error}")
+            self._say(self._graph_store(self._store), f"error {type(error).__name__}: {error}")
 
-    def _graph_store(self) -> dist.Store:
-        return dist.PrefixStore(f"graph {len(self._agreed)}", self._store)
+    def _graph_store(self, store: dist.Store) -> dist.Store:
+        return dist.PrefixStore(f"graph {len(self._agreed)}", store)
 
     def _compare(self, store: dist.Store, mine: str, doing: str, late: str, seconds: float) -> None:
         digest = _digest(mine)

@@ -1,0 +1,134 @@
+"""The command `zgraph`: explain a model under a pass list, on a mesh that need not exist.
+
+    zgraph explain train.py:build --passes train.py:passes --world-size 64 --html out.html
+
+`build` is a function without arguments that returns the model and the arguments of its call:
+(model, args) or (model, args, kwargs). It runs under `torch.device("meta")`, so that a large model
+takes no memory. `passes` is a list of passes, or a function that returns one. Either is given as
+file.py:name or as module:name.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from zgraph.capture import Captured, capture
+from zgraph.errors import ModelError, ZGraphError, nearest
+from zgraph.explain import explain
+from zgraph.explain.explanation import OPTIMIZER_STATES
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        captured = _capture(options)
+        explanation = explain(captured, optimizer=options.optimizer, fused=options.fused)
+    except ZGraphError as error:
+        print(f"zgraph: {error}", file=sys.stderr)
+        return 1
+    Console().print(explanation.tables())
+    for stage in options.text:
+        print(captured.graph(stage))
+    for name in options.diff:
+        _print_diffs(captured, name)
+    if options.html is not None:
+        explanation.to_html(options.html)
+        print(f"wrote {options.html}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="zgraph", description="Sharded training as graph passes.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser(
+        "explain",
+        help="show what a model holds and sends under a pass list, without running it",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("model", help="function that builds the model: file.py:name, module:name")
+    command.add_argument("--passes", help="pass list, or a function that returns one")
+    command.add_argument("--world-size", type=int, help="ranks to split over")
+    command.add_argument(
+        "--mesh",
+        type=_axes,
+        metavar="AXIS=RANKS,…",
+        help="the mesh, such as replicate=4,shard=8",
+    )
+    command.add_argument("--device-type", choices=["cpu", "cuda"], help="default: cpu")
+    command.add_argument("--optimizer", choices=sorted(OPTIMIZER_STATES), default="adamw")
+    command.add_argument(
+        "--fused", action="store_true", help="count memory as of a compiler that fuses"
+    )
+    stages = ["joint", "forward", "backward", "inference"]
+    command.add_argument("--text", action="append", default=[], choices=stages)
+    command.add_argument("--diff", action="append", default=[], metavar="PASS")
+    command.add_argument("--html", type=Path, metavar="FILE", help="write the pass explorer")
+    return parser
+
+
+def _axes(text: str) -> dict[str, int]:
+    axes = {}
+    for part in text.split(","):
+        name, _, ranks = part.partition("=")
+        if not name or not ranks.isdigit():
+            raise argparse.ArgumentTypeError(f"{part!r}: expected axis=ranks, such as shard=8")
+        axes[name] = int(ranks)
+    return axes
+
+
+def _capture(options: argparse.Namespace) -> Captured:
+    passes = _named(options.passes) if options.passes else []
+    with torch.device("meta"):
+        built = _named(options.model)()
+    if not (isinstance(built, tuple) and len(built) in (2, 3)):
+        raise ModelError(
+            f"{options.model} returned a {type(built).__name__}; expected (model, args) or "
+            "(model, args, kwargs)"
+        )
+    return capture(
+        *built,
+        passes=passes() if callable(passes) else passes,
+        mesh=options.mesh,
+        world_size=options.world_size,
+        device_type=options.device_type,
+    )
+
+
+def _named(target: str) -> Any:
+    """What `file.py:name` or `module:name` stands for."""
+    place, _, name = target.rpartition(":")
+    if not place:
+        raise ModelError(f"{target!r}: expected file.py:name or module:name")
+    sys.path.insert(0, str(Path(place).resolve().parent if place.endswith(".py") else Path.cwd()))
+    try:
+        module = importlib.import_module(Path(place).stem if place.endswith(".py") else place)
+    except ModuleNotFoundError as error:
+        raise ModelError(f"{target!r}: {error}") from error
+    finally:
+        del sys.path[0]
+    if not hasattr(module, name):
+        raise ModelError(f"{place} has no {name!r}; {nearest(name, vars(module))}")
+    return getattr(module, name)
+
+
+def _print_diffs(captured: Captured, name: str) -> None:
+    for index, frame in enumerate(captured.frames):
+        for stage in dict.fromkeys(step.graph.stage for step in frame.history):
+            made = [step.made_by for step in captured.steps(stage, index)[1:]]
+            for made_by in made:
+                if made_by.partition("{")[0] == name or made_by == name:
+                    print(f"{made_by} in the {stage} graph")
+                    print(captured.diff(made_by, stage, index) or "changed nothing")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
