@@ -155,6 +155,12 @@ class Graph:
         """Waits for any of these, in program order."""
         return self.nodes(ops.wait)
 
+    def compute(self) -> list[Node]:
+        """Nodes that compute: neither views nor nodes of the dialect, in program order."""
+        own = {*ops.BUFFER_ARGUMENT, ops.wait}
+        calls = (node for node in self.fx.nodes if node.op == "call_function")
+        return [node for node in calls if node.target not in own and not is_view(node)]
+
     def units(self) -> list[str]:
         """Names of the units that the graph gathers, in order of their first gather."""
         return list(dict.fromkeys(self.unit_of(gather) for gather in self.gathers()))
@@ -213,6 +219,15 @@ class Graph:
                 if (is_view(user) or is_cast(user)) and len(user.all_input_nodes) == 1:
                     found.append(user)
                     stack.append(user)
+        return found
+
+    def tail(self, start: Node) -> list[Node]:
+        """What follows the start of a gradient's collective, to the output: its wait, casts, and
+        with HSDP one more collective and wait."""
+        found: list[Node] = []
+        node = start
+        while len(node.users) == 1 and (node := next(iter(node.users))).op != "output":
+            found.append(node)
         return found
 
     def uses(self, unit: str) -> list[Node]:

@@ -160,5 +160,12 @@ def _check_contracts(passes: Sequence[Pass]) -> None:
         provided.update(dict.fromkeys(item.provides, item))
 
 
-# What to add for each word that shipped passes require.
-_PROVIDERS = {"gathers": "zg.Partition()"}
+# What to add for each word that shipped passes provide.
+_PROVIDERS = {
+    "gathers": "zg.Partition()",
+    "units": "zg.Group.auto()",
+    "persistence": "zg.Persist()",
+    "precision": "zg.MixedPrecision()",
+    "reshard": "zg.Reshard()",
+    "prefetch": "zg.Prefetch()",
+}
