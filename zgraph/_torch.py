@@ -20,6 +20,7 @@ from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch_config
 from torch._guards import detect_fake_mode
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
@@ -60,6 +61,7 @@ __all__ = [
     "set_compiled_call",
     "skip_code",
     "without_autograd_cache",
+    "without_custom_partitioner",
 ]
 
 
@@ -170,3 +172,11 @@ def without_autograd_cache() -> Any:
     the graph that the passes left.
     """
     return functorch_config.patch(enable_autograd_cache=False)
+
+
+def without_custom_partitioner() -> Any:
+    """Leave the partitioner out of the key of Inductor's cache, while one graph is compiled.
+
+    What it did lies in the graph, which is in the key.
+    """
+    return inductor_config.patch(custom_partitioner_fn=None)

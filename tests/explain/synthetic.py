@@ -191,8 +191,9 @@ def _memory(blocks: int) -> dict[str, Any]:
         ["saved activations", blocks * SAVED_BYTES],
         ["temporaries", 3 * 2**30],
     ]
+    later = ["gradients after backward", 4 * blocks * BLOCK_NUMEL // SHARD]
     return {
-        "rows": rows,
+        "rows": [*rows, later],
         "peak_bytes": sum(size for _, size in rows),
         "peak_stage": "backward",
         "peak_node": f"mm_layers_{blocks - 1}_16",

@@ -136,6 +136,16 @@ def test_collectives_have_totals(explorer: Opened) -> None:
     )
 
 
+def test_memory_that_is_not_alive_at_the_peak_stays_out_of_the_bar(explorer: Opened) -> None:
+    segments = explorer.page.locator("#stack span").all_inner_texts()
+    assert segments[0] == "parameters"
+    assert segments[-1] == "temporaries"
+    assert explorer.shown("#shares div")[-1].splitlines() == [
+        "gradients after backward",
+        "4.78 GiB",
+    ]
+
+
 def test_the_peak_of_memory_leads_to_its_statement(explorer: Opened) -> None:
     explorer.page.click("#peak-node")
     assert explorer.text("#program-h") == "Program: backward"

@@ -8,6 +8,7 @@ their starts are tied to one another in the order of the graph.
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
+from uuid import uuid4
 
 from torch import fx
 
@@ -19,6 +20,7 @@ from zgraph._torch import (
     is_collective_start,
     keep_in_order,
     without_autograd_cache,
+    without_custom_partitioner,
 )
 from zgraph.backends.base import Hooks
 
@@ -34,7 +36,8 @@ class Inductor:
                 hooks.finish(graph, "backward")
             else:
                 hooks.finish(graph, "inference" if options.get("is_inference") else "forward")
-            return compile_fx_inner(graph, graph_inputs, **options)
+            with without_custom_partitioner():
+                return compile_fx_inner(graph, graph_inputs, **options)
 
         settings = {
             "custom_partitioner_fn": _Partitioner(hooks),
@@ -51,10 +54,16 @@ class Inductor:
 
 
 class _Partitioner(CustomPartitionerFn):
-    """Lets Inductor call `hooks.partition` after its own joint-graph passes."""
+    """Lets Inductor call `hooks.partition` after its own joint-graph passes.
+
+    It takes part in the key of AOTAutograd's cache, which would return a graph from before the
+    passes changed. That cache is off here, but TORCHINDUCTOR_AUTOGRAD_CACHE=1 forces it on: so
+    each partitioner has a name that no other has.
+    """
 
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
+        self._name = f"zgraph {uuid4()}"
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -62,7 +71,7 @@ class _Partitioner(CustomPartitionerFn):
         return self._hooks.partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> str:
-        return "zgraph"
+        return self._name
 
     def __getstate__(self) -> dict[str, Any]:
         # Inductor pickles its settings into its cache's key. The partition is not part of what it

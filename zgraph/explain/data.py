@@ -66,17 +66,18 @@ def data(explanation: "Explanation") -> dict[str, Any]:
 
 
 def _facts(plan: Plan) -> list[list[str]]:
-    ahead = f"{plan.prefetch_forward} units in forward, {plan.prefetch_backward} in backward"
+    ahead = f"{plan.prefetch_forward} in forward, {plan.prefetch_backward} in backward"
     facts = {
         "device": plan.device_type,
         "reshard after forward": plan.reshard_after_forward,
         "keep between uses": plan.keep_between_uses,
-        "prefetch": ahead,
+        "units prefetched": ahead,
         "live bytes, at most": plan.max_live_bytes,
         "inputs cast to": plan.cast_inputs,
         "outputs cast to": plan.output_dtype,
     }
-    return [[label, str(value)] for label, value in facts.items() if value is not None]
+    shown = {label: str(value).removeprefix("torch.") for label, value in facts.items()}
+    return [[label, shown[label]] for label, value in facts.items() if value is not None]
 
 
 def _units(plan: Plan, layout: Layout) -> list[dict[str, Any]]:

@@ -1,11 +1,14 @@
-"""The pass explorer: one HTML page, without anything to fetch, of what passes made of a model."""
+"""The pass explorer: one HTML page, without anything to fetch, of what passes made of a model.
+
+Its parts lie in the folder `web`, and stand in the page in this order of scripts.
+"""
 
 import json
 from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-_PLACEHOLDER = "__DATA__"
+_SCRIPTS = ("basics", "tables", "program", "timeline", "pointing", "search", "passes", "start")
 
 
 def render(data: Mapping[str, Any]) -> str:
@@ -20,7 +23,8 @@ def render(data: Mapping[str, Any]) -> str:
             collectives: {unit, stage, kind, axis, count, bytes}. `stage` is "forward", "backward"
                 or "inference", `kind` "all-gather", "reduce-scatter" or "all-reduce"; `bytes` is
                 what all `count` of them send in one step.
-            memory: `rows` ([label, bytes]), `peak_bytes`, `peak_stage` and `peak_node`.
+            memory: `rows` ([label, bytes]), `peak_bytes`, `peak_stage` and `peak_node`. The first
+                rows make up the peak and fill its bar; any after them are of other moments.
             assumptions: one sentence on where the times come from.
             programs: {name, stage, lines}; a line is [text, module, unit, kind, gathered bytes
                 alive, bytes alive, start, end]. `kind` is "input", "compute", "view", "gather",
@@ -33,5 +37,11 @@ def render(data: Mapping[str, Any]) -> str:
     # Inside a script element only "<" can end the element or begin a comment; it stands in JSON
     # strings alone, where an escape means the same. What is not ASCII is escaped already.
     text = text.replace("<", "\\u003c")
-    template = files("zgraph.explain").joinpath("page.html").read_text(encoding="utf-8")
-    return template.replace(_PLACEHOLDER, text, 1)
+    scripts = "\n".join(_part(f"{name}.js") for name in _SCRIPTS)
+    page = _part("page.html").replace("__STYLE__", _part("page.css"), 1)
+    # The data last: it may hold any text, placeholders too.
+    return page.replace("__SCRIPT__", scripts, 1).replace("__DATA__", text, 1)
+
+
+def _part(name: str) -> str:
+    return files("zgraph.explain").joinpath("web", name).read_text(encoding="utf-8")
