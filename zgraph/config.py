@@ -13,10 +13,12 @@ class Config:
     Attributes:
         agree_timeout_s: seconds that a rank waits for the others' plans before it raises.
         graph_timeout_s: seconds that it waits for the others to compile a graph like its own.
+        verify: whether graphs are verified after every pass.
     """
 
     agree_timeout_s: float = 45.0
     graph_timeout_s: float = 300.0
+    verify: bool = True
 
 
 def _positive_seconds(variable: str, default: float) -> float:
@@ -32,7 +34,15 @@ def _positive_seconds(variable: str, default: float) -> float:
     return value
 
 
+def _switch(variable: str) -> bool:
+    text = os.environ.get(variable, "1")
+    if text not in ("0", "1"):
+        raise ZGraphError(f"{variable}={text!r}: expected 0 or 1")
+    return text == "1"
+
+
 config = Config(
     agree_timeout_s=_positive_seconds("ZGRAPH_AGREE_TIMEOUT_S", Config.agree_timeout_s),
     graph_timeout_s=_positive_seconds("ZGRAPH_GRAPH_TIMEOUT_S", Config.graph_timeout_s),
+    verify=_switch("ZGRAPH_VERIFY"),
 )

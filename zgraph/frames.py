@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from zgraph._torch import min_cut_rematerialization_partition
 from zgraph.backends.base import Backend
+from zgraph.config import config
 from zgraph.errors import ModelError, RankError
 from zgraph.ir import ops, show
 from zgraph.ir.graph import Graph, Stage
@@ -268,13 +269,14 @@ class FrameCompiler:
     def _run(self, graph: Graph, hook: Hook) -> None:
         """Run one hook of every pass, and verify what each leaves."""
         plan = self._capture.plan
-        before = Snapshot.of(graph)
+        before = Snapshot.of(graph) if config.verify else None
         for item in self._capture.passes:
             if not item.has(hook):
                 continue
             with graph.edited_by(str(item)):
                 item.joint(graph, plan) if hook == "joint" else item.schedule(graph, plan)
-            before = verify(graph, plan, str(item), before, item.changes_compute)
+            if before is not None:
+                before = verify(graph, plan, str(item), before, item.changes_compute)
             self._keep(str(item), graph)
 
     def _keep(self, made_by: str, graph: Graph) -> None:

@@ -19,10 +19,10 @@ BLOCK_BYTES = 4 * sum(p.numel() for p in Block(8).parameters())
 def outline(record: GraphRecord) -> str:
     """The program's collectives and matrix products, a line each: "gather layers.0"."""
     patterns = {
-        r"zgraph\.(gather)\.default\]\(args = \(%\w+, ([^,]+),": r"\1 \2",
-        r"zgraph\.(scatter)\.default\]\(args = \(%\w+, ([^,]+),": r"\1 \2",
-        r"zgraph\.(wait)\.default\]\(args = \(%(\w+),": r"\1 \2",
-        r"aten\.((?:add)?mm|embedding|native_layer_norm)\.default": r"\1",
+        r" = (gather)\(.* # all-gather ([^,]+),": r"\1 \2",
+        r" = (scatter)\(.* # reduce-scatter ([^,]+),": r"\1 \2",
+        r" = (wait)\((\w+)\)": r"\1 \2",
+        r" = aten\.((?:add)?mm|embedding|native_layer_norm)\(": r"\1",
     }
     lines = []
     for line in record.text.splitlines():
@@ -47,10 +47,10 @@ def most_bytes(step: Captured, units: int) -> int:
 
 def test_without_prefetch_each_gather_stands_directly_before_its_first_use() -> None:
     program = outline(captured(small_tower, BY_CLASS, zg.Prefetch(0)).forward)
-    expected = ["gather embed", "wait gather_default", "embedding"]
+    expected = ["gather embed", "wait gather_embed", "embedding"]
     for block in (0, 1):
-        expected += [f"gather layers.{block}", f"wait gather_default_{block + 1}", "addmm", "addmm"]
-    expected += ["gather norm..head", "wait gather_default_3", "native_layer_norm", "mm"]
+        expected += [f"gather layers.{block}", f"wait gather_layers_{block}", "addmm", "addmm"]
+    expected += ["gather norm..head", "wait gather_norm_head", "native_layer_norm", "mm"]
     assert program.splitlines() == expected
 
 
@@ -64,7 +64,7 @@ def test_prefetch_moves_the_second_gather_up() -> None:
     plain = outline(captured(small_tower, BY_CLASS, zg.Prefetch(0)).forward)
     ahead = outline(captured(small_tower, BY_CLASS, zg.Prefetch(1)).forward)
     FileCheck().check("gather layers.0").check_count("addmm", 2).check("gather layers.1").run(plain)
-    FileCheck().check("wait gather_default_1").check_next("gather layers.1").check("addmm").run(
+    FileCheck().check("wait gather_layers_0").check_next("gather layers.1").check("addmm").run(
         ahead
     )
     # Not further than the last use of the unit before: two units are alive, not three.
@@ -106,10 +106,10 @@ def test_prefetch_changes_no_computation_nor_its_order(units: int) -> None:
 def test_a_scatter_follows_its_last_gradient_and_is_waited_for_at_the_next() -> None:
     program = outline(captured(small_tower, BY_CLASS).backward)
     check = FileCheck().check("scatter norm..head")
-    check.check("gather layers.1").check("wait scatter_default_3").check_next("scatter layers.1")
-    check.check("wait scatter_default_2").check_next("scatter layers.0")
-    check.check("wait scatter_default_1").check_next("scatter embed")
-    check.check_next("wait scatter_default").run(program)
+    check.check("gather layers.1").check("wait scatter_norm_head").check_next("scatter layers.1")
+    check.check("wait scatter_layers_1").check_next("scatter layers.0")
+    check.check("wait scatter_layers_0").check_next("scatter embed")
+    check.check_next("wait scatter_embed").run(program)
 
 
 # ---------------------------------------------------------------------- bytes
@@ -154,10 +154,9 @@ def test_without_reshard_the_whole_model_is_alive_at_the_end_of_forward() -> Non
     step = captured(tower, BY_CLASS, zg.Reshard(False))
     # Backward does not read the embedding: it is freed all the same.
     needed = sum(unit_bytes(step).values()) - unit_bytes(step)["embed"]
-    returned = int(
-        step.forward.text.splitlines()[-1].split("# live ")[1].split()[0].replace(",", "")
-    )
-    assert returned == needed
+    last = step.forward.text.splitlines()[-1]
+    assert last.startswith("return ")
+    assert int(last.rpartition("| ")[2].replace(",", "")) == needed
     assert step.report.peak_gathered_bytes >= needed
 
 

@@ -179,8 +179,9 @@ def _called(node: Node) -> str:
 
 def _note(graph: Graph, node: Node) -> str:
     if node.op == "placeholder":
-        read = next((user for user in node.users if user.target in (ops.gather, ops.whole)), None)
-        return f"flat shard of {read.args[1]}" if read is not None else ""
+        reads = (ops.parameter, ops.gather, ops.whole)
+        read = next((user for user in node.users if user.target in reads), None)
+        return f"flat shard of {read.args[ops.BUFFER_ARGUMENT[read.target]]}" if read else ""
     if node.target not in _SHOWN_ARGUMENTS:
         return ""
     buffer = str(node.args[ops.BUFFER_ARGUMENT[node.target]])

@@ -102,7 +102,7 @@ def _number(graph: Graph) -> dict[Node, int]:
     for node in graph.fx.nodes:
         if node.op == "output":
             continue
-        source = next(iter(node.all_input_nodes), None)
+        source = node.all_input_nodes[0] if node.all_input_nodes else node
         if node.target in (ops.gather, ops.whole):
             flats[node] = str(node.args[1])
             key: Any = "flat", flats[node], arguments(node)[2 if node.target is ops.whole else 3]

@@ -28,11 +28,13 @@ class Snapshot:
     Attributes:
         values: what it computed.
         calls: each node with what it called.
+        shards: the graph input that each buffer is read from.
         late_reads: reads of a buffer after another unit was used.
     """
 
     values: Values
     calls: dict[Node, tuple[Any, Any, Any]]
+    shards: dict[str, Node]
     late_reads: frozenset[Node]
 
     @staticmethod
@@ -41,7 +43,9 @@ class Snapshot:
         calls = {node: (node.target, node.args, node.kwargs) for node in graph.fx.nodes}
         if before is not None and list(calls.items()) == list(before.calls.items()):
             return before
-        return Snapshot(values(graph), calls, frozenset(_late_reads(graph)))
+        reads = graph.nodes(ops.parameter, ops.gather, ops.whole)
+        shards = {graph.buffer_of(read).name: arguments(read)[0] for read in reads}
+        return Snapshot(values(graph), calls, shards, frozenset(_late_reads(graph)))
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,15 @@ def nodes_are_in_order(graph: Graph, plan: Plan) -> Iterator[Node]:
         seen.add(node)
 
 
+def names_are_unique(graph: Graph, plan: Plan) -> Iterator[Node]:
+    """Every node has a name of its own: the code that is generated from the graph goes by names."""
+    seen: set[str] = set()
+    for node in graph.fx.nodes:
+        if node.name in seen:
+            yield node
+        seen.add(node.name)
+
+
 def starts_are_waited_for_once(graph: Graph, plan: Plan) -> Iterator[Node]:
     """The result of a collective is read by exactly one wait, and by nothing else."""
     for node in graph.starts():
@@ -100,27 +113,16 @@ def captured_ops_are_replaced(graph: Graph, plan: Plan) -> Iterator[Node]:
 
 
 def gathers_fit_the_plan(graph: Graph, plan: Plan) -> Iterator[Node]:
-    """A gather, or a read of a persistent buffer, has its buffer's shard, size, dtype and group."""
-    reads = graph.nodes(ops.gather, ops.whole)
-    shard_of = {graph.buffer_of(node).name: node.args[0] for node in reads}
-    shared = len(set(shard_of.values())) < len(shard_of)
-    for node in reads:
+    """A gather, or a read of a persistent buffer, has its buffer's size, dtype and group."""
+    for node in graph.nodes(ops.gather, ops.whole):
         buffer = graph.buffer_of(node)
         wanted: tuple[Any, ...] = (buffer.param_dtype,)
         if node.target is ops.gather:
             wanted = (buffer.numel, buffer.param_dtype, graph.groups.gather_group(buffer))
-        shard = arguments(node)[0]
-        own = shard.op == "placeholder" and shard.meta["val"].shape == (buffer.shard_numel,)
-        same = shard is shard_of[buffer.name] and not (
-            shared and any(other != buffer.name for other in _readers(graph, shard))
-        )
-        if node.args[2:] != wanted or not own or not same:
+        shard: Node = arguments(node)[0]
+        fits = shard.op == "placeholder" and shard.meta["val"].shape == (buffer.shard_numel,)
+        if node.args[2:] != wanted or not fits:
             yield node
-
-
-def _readers(graph: Graph, shard: Node) -> set[str]:
-    """Buffers whose gathers read this shard."""
-    return {graph.buffer_of(n).name for n in shard.users if n.target in (ops.gather, ops.whole)}
 
 
 def scatters_fit_the_plan(graph: Graph, plan: Plan) -> Iterator[Node]:
@@ -163,15 +165,26 @@ def trained_parameters_have_gradients(graph: Graph, plan: Plan) -> Iterator[Node
     """The gradient of every parameter that was captured reaches the output, once a buffer."""
     if graph.stage not in ("joint", "backward"):
         return
-    expected = Counter((name, buffer) for buffer in graph.trained for name in graph.trained[buffer])
-    owner = {slot.name: buffer.name for buffer, slot in graph.layout.slots()}
-    found: Counter[tuple[str, str]] = Counter()
-    for output in graph.outputs():
-        if isinstance(output, Node):
-            names = {name for name, _ in gradients_in(graph, output)}
-            found.update((name, owner.get(name, "")) for name in names)
+    expected = {name: 1 for names in graph.trained.values() for name in names}
+    found = Counter(name for output in graph.outputs() for name in _packed_upstream(graph, output))
     if found != expected:
         yield graph.output()
+
+
+def _packed_upstream(graph: Graph, output: Any) -> set[str]:
+    """Parameters whose packed gradients an output depends on."""
+    names: set[str] = set()
+    stack = [output] if isinstance(output, Node) else []
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if node.target in (ops.pack, ops.gradient):
+            names |= {name for name, _ in gradients_in(graph, node)}
+            continue
+        fresh = [source for source in node.all_input_nodes if source not in seen]
+        seen.update(fresh)
+        stack += fresh
+    return names
 
 
 def gathered_buffers_stay_in_their_graph(graph: Graph, plan: Plan) -> Iterator[Node]:
@@ -239,6 +252,14 @@ def _described(value: Any) -> Any:
     return type(value)
 
 
+def shards_stay_with_their_buffers(change: Change) -> Iterator[Node]:
+    """A buffer is read from the flat shard from which it was read before."""
+    shards = change.before.shards
+    for node in change.graph.nodes(ops.gather, ops.whole):
+        if shards.get(change.graph.buffer_of(node).name) is not node.args[0]:
+            yield node
+
+
 def compute_is_unchanged(change: Change) -> Iterator[Node]:
     """A schedule pass moves nodes and changes no computation; a joint pass that does says so by
     changes_compute=True."""
@@ -250,8 +271,9 @@ def compute_is_unchanged(change: Change) -> Iterator[Node]:
             yield nodes[-1]
     for value, nodes in before.items():
         if len(nodes) > len(after.get(value, ())):
-            gone = nodes[-1]
-            yield gone if gone in change.after.calls else change.graph.output()
+            # One that is still there is no longer needed: what became of the outputs says why.
+            if all(change.after.values.of.get(node) != value for node in nodes):
+                yield change.graph.output()
 
 
 def outputs_are_unchanged(change: Change) -> Iterator[Node]:
@@ -299,6 +321,7 @@ def _late_reads(graph: Graph) -> Iterator[Node]:
 
 ORDER: GraphRule = nodes_are_in_order
 GRAPH_RULES: tuple[GraphRule, ...] = (
+    names_are_unique,
     starts_are_waited_for_once,
     waits_wait_for_a_collective,
     waits_are_used,
@@ -312,6 +335,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
 )
 CHANGE_RULES: tuple[ChangeRule, ...] = (
     new_nodes_are_what_they_say,
+    shards_stay_with_their_buffers,
     compute_is_unchanged,
     outputs_are_unchanged,
     effects_keep_their_order,
