@@ -10,7 +10,6 @@ file.py:name or as module:name.
 
 import argparse
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,7 +85,7 @@ def _axes(text: str) -> dict[str, int]:
 
 
 def _capture(options: argparse.Namespace) -> Captured:
-    passes = _named(options.passes) if options.passes else []
+    passes: Any = _named(options.passes) if options.passes else []
     with torch.device("meta"):
         built = _named(options.model)()
     if not (isinstance(built, tuple) and len(built) in (2, 3)):
@@ -121,13 +120,14 @@ def _named(target: str) -> Any:
 
 
 def _print_diffs(captured: Captured, name: str) -> None:
+    """What a pass, given by its name or as it prints, changed in each graph that it edits."""
     for index, frame in enumerate(captured.frames):
-        for stage in dict.fromkeys(step.graph.stage for step in frame.history):
-            made = [step.made_by for step in captured.steps(stage, index)[1:]]
-            for made_by in made:
-                if made_by.partition("{")[0] == name or made_by == name:
-                    print(f"{made_by} in the {stage} graph")
-                    print(captured.diff(made_by, stage, index) or "changed nothing")
+        stages = dict.fromkeys(step.graph.stage for step in frame.history)
+        for stage in stages:
+            for step in captured.steps(stage, index)[1:]:
+                if name in (step.made_by, step.made_by.partition("{")[0]):
+                    print(f"{step.made_by} in the {stage} graph")
+                    print(captured.diff(step.made_by, stage, index) or "changed nothing")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from zgraph.explain.data import data
 from zgraph.explain.memory import Memory, memory
 from zgraph.explain.timeline import Machine
 from zgraph.frames import Frame, Step
+from zgraph.ir import show
 from zgraph.ir.graph import Graph
 from zgraph.layout import Layout
 from zgraph.plan import Plan
@@ -101,8 +102,8 @@ def explain(
 
     Args:
         model: what `zg.capture` returned; or a model that `zg.compile` returned and that has run a
-            step; or any module, which is then captured with `args`, `kwargs` and
-            `capture_options`, those of `zg.capture`.
+            step, of which the latest graphs count; or any module, which is then captured with
+            `args`, `kwargs` and `capture_options`, those of `zg.capture`.
         optimizer: whose states are counted: "adamw", "adam", "sgd", "momentum", "adagrad",
             "rmsprop".
         fused: whether memory counts no pointwise results that a fusing compiler keeps in
@@ -123,10 +124,26 @@ def explain(
         if not state.capture.frames:
             raise ModelError("explain: this model has not run yet; run a step first")
         fused = type(state.capture.backend).__name__ == "Inductor" if fused is None else fused
-        model = _captured(model, state.plan, state.layout, state.groups, state.capture.frames)
+        frames = _one_step(state.capture.frames)
+        model = _captured(model, state.plan, state.layout, state.groups, frames)
     elif not isinstance(model, Captured):
         model = capture(model, args, kwargs, **capture_options)
     return _explained(model, OPTIMIZER_STATES[optimizer], bool(fused), machine or Machine())
+
+
+def _one_step(frames: Sequence[Frame]) -> list[Frame]:
+    """The frames of one training step, of all that were captured so far; else of one call.
+
+    Frames with the same collectives are one piece of the model, captured again for other shapes:
+    the last one counts.
+    """
+    training = [frame for frame in frames if any(g.stage == "backward" for g in frame.scheduled)]
+    latest: dict[tuple[str, ...], Frame] = {}
+    for frame in training or frames:
+        key = tuple(line for graph in frame.scheduled for line in show.collectives(graph))
+        latest.pop(key, None)
+        latest[key] = frame
+    return list(latest.values())
 
 
 def _captured(

@@ -270,10 +270,10 @@ def compute_is_unchanged(change: Change) -> Iterator[Node]:
         if len(nodes) > len(before.get(value, ())):
             yield nodes[-1]
     for value, nodes in before.items():
-        if len(nodes) > len(after.get(value, ())):
-            # One that is still there is no longer needed: what became of the outputs says why.
-            if all(change.after.values.of.get(node) != value for node in nodes):
-                yield change.graph.output()
+        # One that is still there is no longer needed: what became of the outputs says why.
+        gone = all(change.after.values.of.get(node) != value for node in nodes)
+        if gone and len(nodes) > len(after.get(value, ())):
+            yield change.graph.output()
 
 
 def outputs_are_unchanged(change: Change) -> Iterator[Node]:
