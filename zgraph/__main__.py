@@ -22,6 +22,7 @@ from zgraph.capture import Captured, capture
 from zgraph.errors import ModelError, ZGraphError, nearest
 from zgraph.explain import explain
 from zgraph.explain.explanation import OPTIMIZER_STATES
+from zgraph.ir.graph import Stage
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,7 +86,10 @@ def _axes(text: str) -> dict[str, int]:
 
 
 def _capture(options: argparse.Namespace) -> Captured:
-    passes: Any = _named(options.passes) if options.passes else []
+    passes: Any = []
+    if options.passes:
+        named: Any = _named(options.passes)
+        passes = named() if callable(named) else named
     with torch.device("meta"):
         built = _named(options.model)()
     if not (isinstance(built, tuple) and len(built) in (2, 3)):
@@ -95,7 +99,7 @@ def _capture(options: argparse.Namespace) -> Captured:
         )
     return capture(
         *built,
-        passes=passes() if callable(passes) else passes,
+        passes=passes,
         mesh=options.mesh,
         world_size=options.world_size,
         device_type=options.device_type,
@@ -122,7 +126,7 @@ def _named(target: str) -> Any:
 def _print_diffs(captured: Captured, name: str) -> None:
     """What a pass, given by its name or as it prints, changed in each graph that it edits."""
     for index, frame in enumerate(captured.frames):
-        stages = dict.fromkeys(step.graph.stage for step in frame.history)
+        stages: list[Stage] = list(dict.fromkeys(step.graph.stage for step in frame.history))
         for stage in stages:
             for step in captured.steps(stage, index)[1:]:
                 if name in (step.made_by, step.made_by.partition("{")[0]):

@@ -120,7 +120,8 @@ def capture(
         world_size: short for a mesh of this many ranks along the axis that `Partition` splits.
         device_type: "cuda" or "cpu", which decides among kernels; that of the mesh, else of the
             model's parameters, else "cpu". "cuda" needs a torch with CUDA support, but no GPU.
-        fullgraph, dynamic: as for `torch.compile`.
+        fullgraph: as for `torch.compile`.
+        dynamic: True traces sizes as symbols; None is as False, since this is one call only.
 
     Raises:
         PassError, ModelError: as for `zg.compile`; or forward needs values that fakes do not have.
@@ -143,7 +144,8 @@ def capture(
         casts.install(twin, plan)
         backend = AotEager()
         traced = Capture(pipeline.passes, plan, layout, groups, shards, backend, keeps_history=True)
-        call = compiled_call(twin, traced, reads, fullgraph, dynamic)
+        # Not None: Dynamo would take sizes that differ from an earlier capture's for dynamic ones.
+        call = compiled_call(twin, traced, reads, fullgraph, bool(dynamic))
         call(*call_args, **call_kwargs)
     return Captured(
         plan,
@@ -156,10 +158,15 @@ def capture(
     )
 
 
+def is_called(step: Step, wanted: str) -> bool:
+    """Whether a pass's name, its whole text, or its function's name means this step."""
+    name = step.made_by.partition("{")[0]
+    return wanted in (step.made_by, name, name.partition("@")[0].rpartition(".")[2])
+
+
 def _index(steps: Sequence[Step], wanted: str, stage: str) -> int:
     for index, step in reversed(list(enumerate(steps))):
-        name = step.made_by.partition("{")[0]
-        if wanted in (step.made_by, name, name.partition("@")[0].rpartition(".")[2]):
+        if is_called(step, wanted):
             return index
     known = [step.made_by for step in steps]
     raise GraphError(f"no step of the {stage} graph is called {wanted!r}; {nearest(wanted, known)}")
@@ -180,6 +187,8 @@ def _axes(
     if isinstance(mesh, DeviceMesh):
         return checks.axes_of(mesh)
     if mesh is not None:
+        if not isinstance(mesh, Mapping):
+            raise PassError(f"mesh={mesh!r}: expected a device mesh, or ranks by axis in a dict")
         axes = dict(mesh)
     else:
         partition = next((item for item in passes if isinstance(item, Partition)), Partition())
@@ -190,7 +199,7 @@ def _axes(
             )
         axes = {} if world_size is None else {partition.shard: world_size}
     for axis, ranks in axes.items():
-        if not isinstance(ranks, int) or ranks < 1:
+        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
             raise PassError(f"{axis}={ranks!r}: expected a number of ranks, 1 or more")
     return axes
 
@@ -198,9 +207,15 @@ def _axes(
 def _fakes(
     mode: FakeTensorMode, device_type: str, model: nn.Module, args: Any, kwargs: Any
 ) -> tuple[nn.Module, Any, Any]:
-    """The model and the arguments again, with a fake tensor for each tensor."""
+    """The model and the arguments again, with one fake tensor for each tensor."""
+    fakes: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in fakes:
+            fakes[id(tensor)] = new_fake(tensor)
+        return fakes[id(tensor)]
+
+    def new_fake(tensor: Tensor) -> Tensor:
         with mode:
             empty = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device_type

@@ -22,7 +22,8 @@ import zgraph as zg
 @zg.graph_pass(stage="joint", changes_compute=True)
 def scale(graph, plan):
     out = graph.outputs()
-    out[0] = graph.call(torch.ops.aten.mul.Tensor, out[0], {factor}, before=graph.output(), role="x")
+    mul, end = torch.ops.aten.mul.Tensor, graph.output()
+    out[0] = graph.call(mul, out[0], {factor}, before=end, role="scale")
     graph.set_outputs(out)
 """
 
@@ -104,7 +105,7 @@ def test_another_option_in_the_same_process_is_another_graph() -> None:
 
 
 def orders() -> list[list[str]]:
-    """On a rank: gathers of a forward graph, with one option of a schedule pass and with another."""
+    """On a rank: gathers of a forward graph, under two options of a schedule pass."""
     found = []
     for units in (0, 2):
         torch.manual_seed(0)

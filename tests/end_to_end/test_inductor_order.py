@@ -43,7 +43,7 @@ def emitted_and_scheduled(rows: int) -> list[tuple[str, str]]:
     for code, graph in zip(codes, zg.inspect(model).frames[0].graphs, strict=True):
         calls = re.findall(r"_c10d_functional\.(\w+?)_?\.default\(", code)
         emitted = "".join(KINDS.get(name, "") for name in calls)
-        starts = re.findall(r"zgraph\.(gather|scatter|reduce)\.default", graph.text)
+        starts = re.findall(r" = (gather|scatter|reduce)\(", graph.text)
         found.append((emitted, "".join({"gather": "G"}.get(s, s[0].upper()) for s in starts)))
     return found
 

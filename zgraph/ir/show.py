@@ -150,7 +150,7 @@ def module_of(node: Node) -> str:
     if not stack:
         return ""
     path = str(list(stack.values())[-1][0])
-    path = re.sub(r"^L\['(model|self)'\]\.?", "", path)
+    path = re.sub(r"^[LG]\['[^']*'\]\.?", "", path)  # what the module is called where it is called
     path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)
     return re.sub(r"\.slice\([^)]*\)|\[(\d+)\]", lambda m: f".{m[1]}" if m[1] else "", path)
 
