@@ -147,12 +147,18 @@ class _Walk:
         self._alive: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
         # What forwards left for backwards, by the name that both give it.
         self._left: dict[str, Blocks] = {}
+        # What calls returned: the caller holds it.
+        self._returned: set[_Block] = set()
 
     def run(self, index: int, graph: Graph) -> None:
         """Follow one scheduled graph."""
         lowered = graph.copy()
         lower(lowered)
         blocks = self._blocks(lowered)
+        if graph.stage != "backward":
+            results = [node for node in lowered.outputs() if isinstance(node, Node)]
+            own = results[: len(results) - len(graph.saved())]
+            self._returned |= {block for node in own for block in blocks[node]}
         last = _last_reads(lowered, blocks)
         seen = {block for left in self._left.values() for block in left}
         for node in lowered.fx.nodes:
@@ -162,8 +168,10 @@ class _Walk:
                     self._alive[block.kind] += block.size
             self.moments.append(Moment(index, graph.stage, node.name, **self._alive))
             for block in last.get(node, ()):
-                self._alive[block.kind] -= block.size
-        kept = {node.name: blocks[node] for node in lowered.saved()}
+                self._alive[block.kind] -= 0 if block in self._returned else block.size
+        # Lowering renamed what it replaced; backward goes by the scheduled graph's names.
+        saved = zip(graph.saved(), lowered.saved(), strict=True)
+        kept = {scheduled.name: blocks[node] for scheduled, node in saved}
         self._left |= kept
         left = {block for name in kept for block in kept[name] if block.kind == "activations"}
         self.saved_bytes += sum(block.size for block in left)
