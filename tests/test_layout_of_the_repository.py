@@ -135,3 +135,11 @@ def test_imports_go_one_way(folder: str) -> None:
 )
 def test_private_modules_are_told_from_private_functions(name: str, private: bool) -> None:
     assert is_private_torch_module(name) is private
+
+
+@pytest.mark.parametrize("path", python_files(ZGRAPH / "passes"), ids=lambda path: path.stem)
+def test_shipped_passes_edit_graphs_through_the_handle_only(path: Path) -> None:
+    around = {"fx", "meta", "prepend", "replace_input_with", "replace_all_uses_with"}
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert not used & around

@@ -351,6 +351,11 @@ class Graph:
         old.replace_all_uses_with(new, propagate_meta=False)
         self.fx.erase_node(old)
 
+    def replace_input(self, reader: Node, old: Node, new: Node) -> None:
+        """Let one reader of `old` read `new` instead. Raises as `move_before` does."""
+        self._own(reader, new)
+        reader.replace_input_with(old, new)
+
     def set_outputs(self, outputs: Sequence[Any]) -> None:
         """Return these nodes instead, None where there is nothing to return."""
         self.output().args = (tuple(outputs),)

@@ -81,4 +81,4 @@ def _regather(graph: Graph, item: Gathered) -> None:
         copies = graph.copy_before([item.gather, item.wait, *item.views], run[0])
         for use in run:
             for node in (item.wait, *item.views):
-                use.replace_input_with(node, copies[node])
+                graph.replace_input(use, node, copies[node])
