@@ -10,16 +10,19 @@ file.py:name or as module:name.
 
 import argparse
 import importlib
+import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from zgraph.capture import Captured, capture
-from zgraph.errors import ModelError, ZGraphError, nearest
+from zgraph.capture import Captured, capture, is_called
+from zgraph.errors import GraphError, ModelError, ZGraphError, nearest
 from zgraph.explain import explain
 from zgraph.explain.explanation import OPTIMIZER_STATES
 from zgraph.ir.graph import Stage
@@ -29,20 +32,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     options = _parser().parse_args(arguments)
     try:
-        captured = _capture(options)
-        explanation = explain(captured, optimizer=options.optimizer, fused=options.fused)
+        _explain(options)
     except ZGraphError as error:
         print(f"zgraph: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> None:
+    captured = _capture(options)
+    explanation = explain(captured, optimizer=options.optimizer, fused=options.fused)
     Console().print(explanation.tables())
     for stage in options.text:
-        print(captured.graph(stage))
+        _print_texts(captured, stage)
     for name in options.diff:
         _print_diffs(captured, name)
     if options.html is not None:
-        explanation.to_html(options.html)
+        try:
+            explanation.to_html(options.html)
+        except OSError as error:
+            raise ZGraphError(f"cannot write {options.html}: {error.strerror}") from error
         print(f"wrote {options.html}")
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,8 +100,14 @@ def _capture(options: argparse.Namespace) -> Captured:
     if options.passes:
         named: Any = _named(options.passes)
         passes = named() if callable(named) else named
+    build = _named(options.model)
+    if not callable(build):
+        raise ModelError(
+            f"{options.model} is a {type(build).__name__}; expected a function that builds the "
+            "model"
+        )
     with torch.device("meta"):
-        built = _named(options.model)()
+        built = build()
     if not (isinstance(built, tuple) and len(built) in (2, 3)):
         raise ModelError(
             f"{options.model} returned a {type(built).__name__}; expected (model, args) or "
@@ -111,27 +127,66 @@ def _named(target: str) -> Any:
     place, _, name = target.rpartition(":")
     if not place:
         raise ModelError(f"{target!r}: expected file.py:name or module:name")
-    sys.path.insert(0, str(Path(place).resolve().parent if place.endswith(".py") else Path.cwd()))
+    is_file = place.endswith(".py")
+    folder = str(Path(place).resolve().parent if is_file else Path.cwd())
+    sys.path.insert(0, folder)
     try:
-        module = importlib.import_module(Path(place).stem if place.endswith(".py") else place)
+        module = _loaded(Path(place).resolve()) if is_file else importlib.import_module(place)
     except ModuleNotFoundError as error:
         raise ModelError(f"{target!r}: {error}") from error
     finally:
-        del sys.path[0]
+        sys.path.remove(folder)
     if not hasattr(module, name):
         raise ModelError(f"{place} has no {name!r}; {nearest(name, vars(module))}")
     return getattr(module, name)
 
 
+def _loaded(file: Path) -> ModuleType:
+    """The file as a module, run once, also where another module has its name already."""
+    name = file.stem
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(file):
+        name = re.sub(r"\W+", "_", str(file))
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ModelError(f"there is no file {file}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _print_texts(captured: Captured, stage: Stage) -> None:
+    """The graphs at a stage, frame after frame."""
+    frames = [
+        index
+        for index, frame in enumerate(captured.frames)
+        if any(step.graph.stage == stage for step in frame.history)
+    ]
+    for index in frames or [0]:  # the first frame's error says which stages there are
+        print(captured.graph(stage, frame=index))
+
+
 def _print_diffs(captured: Captured, name: str) -> None:
     """What a pass, given by its name or as it prints, changed in each graph that it edits."""
+    known: list[str] = []
+    printed = False
     for index, frame in enumerate(captured.frames):
         stages: list[Stage] = list(dict.fromkeys(step.graph.stage for step in frame.history))
         for stage in stages:
             for step in captured.steps(stage, index)[1:]:
-                if name in (step.made_by, step.made_by.partition("{")[0]):
+                known.append(step.made_by)
+                if is_called(step, name):
+                    printed = True
                     print(f"{step.made_by} in the {stage} graph")
                     print(captured.diff(step.made_by, stage, index) or "changed nothing")
+    if not printed:
+        raise GraphError(f"no pass called {name!r} edited a graph; {nearest(name, known)}")
 
 
 if __name__ == "__main__":

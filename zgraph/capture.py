@@ -127,11 +127,11 @@ def capture(
         PassError, ModelError: as for `zg.compile`; or forward needs values that fakes do not have.
         GraphError: a pass broke a rule.
     """
-    checks.model(model)
     checks.call_arguments(args, kwargs)
+    axes = _axes(passes, mesh, world_size)
+    checks.model(model)
     device_type = device_type or _device_type(model, mesh)
     checks.device_type(device_type)
-    axes = _axes(passes, mesh, world_size)
     pipeline, plan = finished_plan(model, passes, axes, device_type)
     layout = lay_out(plan)
     names = {axis: planned(axis, ranks) for axis, ranks in axes.items() if ranks > 1}
