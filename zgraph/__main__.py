@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _explain(options: argparse.Namespace) -> None:
     captured = _capture(options)
     explanation = explain(captured, optimizer=options.optimizer, fused=options.fused)
-    Console().print(explanation.tables())
+    # What passes print of themselves has brackets, which rich would take for its markup.
+    Console(markup=False, emoji=False).print(explanation.tables())
     for stage in options.text:
         _print_texts(captured, stage)
     for name in options.diff:

@@ -18,7 +18,7 @@ from zgraph import checks
 from zgraph._torch import FakeTensorMode, pytree
 from zgraph.backends.aot_eager import AotEager
 from zgraph.compile import compiled_call, finished_plan, groups_of
-from zgraph.errors import GraphError, PassError, nearest
+from zgraph.errors import GraphError, ModelError, PassError, nearest
 from zgraph.frames import Capture, Frame, Step
 from zgraph.ir import show
 from zgraph.ir.graph import Graph, Stage
@@ -128,6 +128,8 @@ def capture(
         GraphError: a pass broke a rule.
     """
     checks.call_arguments(args, kwargs)
+    if not isinstance(passes, Sequence):
+        raise PassError(f"passes is a {type(passes).__name__}; expected a list of passes")
     axes = _axes(passes, mesh, world_size)
     checks.model(model)
     device_type = device_type or _device_type(model, mesh)
@@ -137,16 +139,25 @@ def capture(
     names = {axis: planned(axis, ranks) for axis, ranks in axes.items() if ranks > 1}
     groups = groups_of(plan, names, shard_rank=0)
     mode = FakeTensorMode(allow_non_fake_inputs=False)
-    twin, call_args, call_kwargs = _fakes(mode, device_type, model, args, dict(kwargs or {}))
     reads = EagerReads()
-    with mode:
+    # The twin's tensors are ordinary ones, whatever mode the call is traced in.
+    with torch.inference_mode(False):
+        twin, call_args, call_kwargs = _fakes(mode, device_type, model, args, dict(kwargs or {}))
+    with torch.inference_mode(False), mode:
         shards = shard_twin(twin, plan, layout, groups, torch.device(device_type), reads)
         casts.install(twin, plan)
         backend = AotEager()
         traced = Capture(pipeline.passes, plan, layout, groups, shards, backend, keeps_history=True)
         # Not None: Dynamo would take sizes that differ from an earlier capture's for dynamic ones.
         call = compiled_call(twin, traced, reads, fullgraph, bool(dynamic))
+    with mode:
         call(*call_args, **call_kwargs)
+    if not traced.frames:
+        raise ModelError(
+            f"torch.compile captured nothing of {type(model).__name__}: it ran the whole call "
+            "itself, as it does around nn.LSTM and nn.GRU, or nothing in it computes; capture the "
+            "parts that it can trace"
+        )
     return Captured(
         plan,
         layout,

@@ -212,6 +212,7 @@ def test_a_graph_that_is_not_there_is_an_error_with_what_is(
         ),
         ({"world_size": 0}, "shard=0: expected a number of ranks, 1 or more"),
         ({"world_size": "2"}, "shard='2': expected a number of ranks"),
+        ({"passes": zg.Partition()}, "passes is a Partition; expected a list of passes"),
         ({"world_size": True}, "shard=True: expected a number of ranks"),
         ({"mesh": {"shard": 2.0}}, "shard=2.0: expected a number of ranks"),
         ({"mesh": [2, 4]}, r"mesh=\[2, 4\]: expected a device mesh, or ranks by axis"),

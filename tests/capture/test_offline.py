@@ -23,6 +23,7 @@ from tests.capture.offline_models import (
 )
 from tests.capture.steps import captured, frozen_tower, small_tower, tied_tower
 from tests.support.pool import run_ranks
+from zgraph._torch import detect_fake_mode
 from zgraph.ir.show import collectives
 
 Make = Callable[[], nn.Module]
@@ -157,7 +158,7 @@ def test_global_state_is_left_as_it_was(fails: bool) -> None:
             torch.are_deterministic_algorithms_enabled(),
             torch._C._len_torch_dispatch_stack(),
             torch._C._len_torch_function_stack(),
-            torch._guards.detect_fake_mode() is None,
+            detect_fake_mode() is None,
             type(torch.ones(1)),
         )
 

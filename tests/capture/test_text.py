@@ -178,7 +178,6 @@ def of_groups() -> str:
     groups = {
         "whole": zg.Group.whole(),
         "auto": zg.Group.auto(),
-        "by_numel": zg.Group.by_numel(40),
         "by_name": zg.Group.by_name([["embed", "head"], ["layers.0.up", "layers.1.up"]]),
     }
     return "\n\n".join(

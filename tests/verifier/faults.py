@@ -21,6 +21,7 @@ from zgraph.ir.verify import Snapshot, verify
 Edit = Callable[[zg.Graph], None]
 HSDP = {"replicate": 2, "shard": 2}
 HSDP_PASSES = (zg.Partition(replicate="replicate"),)
+PERSISTENT = (zg.Partition(), zg.Persist(max_numel=16))
 
 
 class Dropouts(nn.Module):
@@ -35,11 +36,28 @@ class Dropouts(nn.Module):
         return one, nn.functional.dropout(self.second(x), 0.5)
 
 
+class Attention(nn.Module):
+    """Two products that differ in their weights and in random scales alone; a softmax over keys.
+
+    There are as many queries as keys, so that shapes do not tell one from the other.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = torch.rand(8, 8), torch.rand(8, 8)
+        scores = (self.q(x) * one) @ (self.k(x) * other).T
+        return torch.softmax(scores * 1.0, dim=-1)
+
+
 TOKENS = torch.arange(8).view(2, 4)
 ARGS: dict[Callable[[], nn.Module], tuple[Any, ...]] = {
     small_tower: (TOKENS,),
     tied_tower: (TOKENS,),
     Dropouts: (torch.ones(4, 8),),
+    Attention: (torch.ones(8, 8),),
 }
 
 
@@ -54,6 +72,7 @@ class Fault:
         passes: the list in front of it.
         model: what is captured, on `mesh`.
         says_so: whether the pass says that it changes what is computed.
+        given: what the graph has beforehand that these captures lack, such as a written buffer.
     """
 
     edit: Edit
@@ -63,6 +82,7 @@ class Fault:
     model: Callable[[], nn.Module] = small_tower
     mesh: Mapping[str, int] = field(default_factory=lambda: {"shard": 2})
     says_so: bool = False
+    given: Edit = lambda graph: None
 
     @property
     def name(self) -> str:
@@ -77,6 +97,7 @@ class Fault:
         """Let the fault into a copy of the graph, and verify it as after any pass."""
         source = self.captured()
         graph = source.graph(self.stage).copy()
+        self.given(graph)
         before = Snapshot.of(graph)
         with graph.edited_by(self.name):
             self.edit(graph)
@@ -136,6 +157,12 @@ def set_argument(node: Node, at: int, value: Any) -> None:
     args = list(node.args)
     args[at] = value
     node.args = tuple(args)
+
+
+def swap_arguments(one: Node, other: Node, at: int) -> None:
+    mine, theirs = one.args[at], other.args[at]
+    set_argument(one, at, theirs)
+    set_argument(other, at, mine)
 
 
 def tied_and_split() -> dict[str, Any]:

@@ -3,7 +3,17 @@
 import torch
 
 import zgraph as zg
-from tests.verifier.faults import Dropouts, call_of, fault, first_wait, set_argument, view_of
+from tests.verifier.faults import (
+    Attention,
+    Dropouts,
+    call_of,
+    fault,
+    first_wait,
+    set_argument,
+    swap_arguments,
+    view_of,
+)
+from zgraph.ir import ops
 
 aten = torch.ops.aten
 
@@ -114,7 +124,7 @@ def claims_another_dtype(graph: zg.Graph) -> None:
     insert_behind(graph, view, copy)
 
 
-@fault("joint", "new_nodes_are_what_they_say", says_so=True)
+@fault("joint", "new_nodes_have_values", says_so=True)
 def inserts_a_node_without_a_value(graph: zg.Graph) -> None:
     relu = call_of(graph, "relu")
     with graph.fx.inserting_after(relu):
@@ -143,3 +153,81 @@ def draws_random_numbers_in_another_order(graph: zg.Graph) -> None:
                 stack.append(source)
     for node in sorted(needed):
         graph.move_before(node, first)
+
+
+@fault("forward", "new_nodes_are_what_they_say")
+def claims_another_shape_for_an_old_node(graph: zg.Graph) -> None:
+    relu = call_of(graph, "relu")
+    relu.meta["val"] = relu.meta["val"].new_empty(3, 3)
+
+
+@fault("forward", "new_nodes_have_values")
+def forgets_the_value_of_an_old_node(graph: zg.Graph) -> None:
+    del call_of(graph, "relu").meta["val"]
+
+
+@fault("forward", "nodes_are_in_order")
+def returns_nothing(graph: zg.Graph) -> None:
+    graph.fx.erase_node(graph.output())
+
+
+# That -1 became -2 shows in nothing but the number: the scores are square.
+@fault("forward", "compute_is_unchanged", model=Attention)
+def takes_the_softmax_over_queries(graph: zg.Graph) -> None:
+    set_argument(call_of(graph, "_softmax"), 1, -2)
+
+
+@fault("forward", "compute_is_unchanged", model=Attention)
+def swaps_queries_and_keys(graph: zg.Graph) -> None:
+    queries, keys = graph.nodes(aten.mm.default)[:2]
+    source = keys.args[1]
+    assert isinstance(source, torch.fx.Node)
+    chain = [source]
+    while chain[-1].all_input_nodes[0].target is not ops.wait:
+        chain.append(chain[-1].all_input_nodes[0])
+    for node in reversed(chain):
+        graph.move_before(node, queries)
+    swap_arguments(queries, keys, 1)
+
+
+@fault("forward", "compute_is_unchanged", model=Attention)
+def drops_a_product_with_one(graph: zg.Graph) -> None:
+    (product,) = [n for n in graph.nodes(aten.mul.Tensor) if n.args[1] == 1.0]
+    graph.replace(product, product.all_input_nodes[0])
+
+
+@fault("forward", "compute_is_unchanged", model=Attention)
+def swaps_two_draws_of_one_shape(graph: zg.Graph) -> None:
+    one, other = (node for node in graph.compute() if node.is_impure())
+    graph.move_before(other, one)
+
+
+@fault("forward", "compute_is_unchanged", model=Attention)
+def draws_once_for_two(graph: zg.Graph) -> None:
+    one, other = (node for node in graph.compute() if node.is_impure())
+    graph.replace(other, one)
+
+
+@fault("forward", "effects_keep_their_order", model=Dropouts)
+def draws_once_more(graph: zg.Graph) -> None:
+    draw = next(node for node in graph.compute() if node.is_impure())
+    graph.copy_before([draw], draw.next)
+
+
+@fault("forward", "compute_is_unchanged")
+def overwrites_an_activation(graph: zg.Graph) -> None:
+    relu = call_of(graph, "relu")
+    graph.call(aten.mul_.Tensor, relu, 2.0, before=relu.next, role="oops")
+
+
+def writes_an_input(graph: zg.Graph) -> None:
+    """As Inductor's captures do at their end, for buffers such as BatchNorm's."""
+    draws = [node for node in graph.compute() if node.is_impure()]
+    x = next(node for node in graph.fx.nodes if node.op == "placeholder" and len(node.users) > 1)
+    graph.call(aten.copy_.default, x, draws[0], before=graph.output(), role="write")
+
+
+@fault("forward", "compute_is_unchanged", model=Attention, given=writes_an_input)
+def reads_an_input_after_it_was_written(graph: zg.Graph) -> None:
+    (write,) = graph.nodes(aten.copy_.default)
+    graph.move_after(write, write.all_input_nodes[1])

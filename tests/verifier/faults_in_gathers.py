@@ -8,10 +8,12 @@ import zgraph as zg
 from tests.verifier.faults import (
     HSDP,
     HSDP_PASSES,
+    PERSISTENT,
     call_of,
     fault,
     first_wait,
     set_argument,
+    swap_arguments,
     tied_and_split,
     view_of,
 )
@@ -103,9 +105,7 @@ def gathers_the_shard_of_another_unit(graph: zg.Graph) -> None:
 @fault("forward", "shards_stay_with_their_buffers")
 def swaps_the_shards_of_two_units(graph: zg.Graph) -> None:
     one, other = graph.gathers()[1:3]
-    mine, theirs = one.args[0], other.args[0]
-    set_argument(one, 0, theirs)
-    set_argument(other, 0, mine)
+    swap_arguments(one, other, 0)
 
 
 @fault("forward", "names_are_unique")
@@ -133,7 +133,7 @@ def gathers_half_of_a_unit(graph: zg.Graph) -> None:
     set_argument(gather, 2, gather.args[2] // 2)  # type: ignore[operator]
 
 
-@fault("joint", "gathers_fit_the_plan", passes=(zg.Partition(), zg.Persist(max_numel=16)))
+@fault("joint", "gathers_fit_the_plan", passes=PERSISTENT)
 def reads_a_persistent_buffer_in_another_dtype(graph: zg.Graph) -> None:
     set_argument(graph.nodes(ops.whole)[0], 2, torch.float16)
 
@@ -197,3 +197,70 @@ def gathers_everything_first(graph: zg.Graph) -> None:
     first, *others = graph.gathers()
     for gather in reversed(others):
         graph.move_after(gather, first)
+
+
+@fault("forward", "gathers_fit_the_plan")
+def reads_a_shard_as_if_it_were_whole(graph: zg.Graph) -> None:
+    gather = graph.gathers()[1]
+    part = view_of(graph, "layers.0.up.weight").all_input_nodes[0]  # it lies in the first shard
+    shard, buffer, _, dtype, _ = gather.args
+    whole = graph.call(ops.whole, shard, buffer, dtype, before=part, role="whole")
+    part.replace_input_with(graph.gathered(gather).wait, whole)
+
+
+@fault("forward", "waits_are_used")
+def gathers_for_a_view_that_nobody_reads(graph: zg.Graph) -> None:
+    item = graph.gathered(graph.gathers()[0])
+    graph.copy_before([item.gather, item.wait, item.views[0]], item.gather)
+
+
+@fault("forward", "nodes_are_in_order")
+def waits_for_its_own_view(graph: zg.Graph) -> None:
+    wait = first_wait(graph)
+    set_argument(wait, 0, next(iter(wait.users)))
+
+
+@fault("forward", "dialect_nodes_are_complete")
+def gathers_a_buffer_that_does_not_exist(graph: zg.Graph) -> None:
+    set_argument(graph.gathers()[0], 1, "layers.9")
+
+
+@fault("forward", "dialect_nodes_are_complete")
+def gathers_nothing(graph: zg.Graph) -> None:
+    set_argument(graph.gathers()[0], 0, None)
+
+
+@fault("forward", "dialect_nodes_are_complete")
+def waits_without_saying_for_what(graph: zg.Graph) -> None:
+    first_wait(graph).args = ()
+
+
+@fault("forward", "dialect_nodes_are_complete")
+def gathers_over_a_group_by_keyword(graph: zg.Graph) -> None:
+    gather = graph.gathers()[0]
+    gather.kwargs = {"group": gather.args[4]}
+    gather.args = gather.args[:4]
+
+
+@fault("forward", "inputs_are_unchanged")
+def swaps_two_inputs_of_one_shape(graph: zg.Graph) -> None:
+    one, other = (gather.all_input_nodes[0] for gather in graph.gathers()[1:3])
+    graph.move_before(other, one)
+
+
+@fault("forward", "gathered_memory_is_only_read")
+def scales_a_list_of_parameters_in_place(graph: zg.Graph) -> None:
+    view = view_of(graph, "norm.weight")
+    graph.call(aten._foreach_mul_.Scalar, [view], 2.0, before=view.next, role="oops")
+
+
+@fault("joint", "gathered_memory_is_only_read", says_so=True, passes=PERSISTENT)
+def scales_a_persistent_parameter_in_place(graph: zg.Graph) -> None:
+    view = view_of(graph, "norm.weight")
+    graph.call(aten.mul_.Tensor, view, 2.0, before=view.next, role="oops")
+
+
+@fault("joint", "gathered_memory_is_only_read", says_so=True)
+def scales_a_flat_shard_in_place(graph: zg.Graph) -> None:
+    gather = graph.gathers()[0]
+    graph.call(aten.mul_.Tensor, gather.args[0], 2.0, before=gather, role="oops")

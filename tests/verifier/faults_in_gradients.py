@@ -3,12 +3,13 @@
 import torch
 
 import zgraph as zg
-from tests.verifier.faults import HSDP, HSDP_PASSES, fault, set_argument
+from tests.capture.steps import tied_tower
+from tests.verifier.faults import HSDP, HSDP_PASSES, PERSISTENT, fault, set_argument, swap_arguments
 from zgraph.ir import ops
 
 aten = torch.ops.aten
 BF16 = (zg.Partition(), zg.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32))
-PERSISTENT = (zg.Partition(), zg.Persist(max_numel=16))
+REDUCED_IN_BF16 = (zg.Partition(), zg.MixedPrecision(torch.bfloat16))
 
 
 def block_packs(graph: zg.Graph) -> list[torch.fx.Node]:
@@ -64,7 +65,7 @@ def packs_zeros(graph: zg.Graph) -> None:
     set_argument(pack, 0, [zeros, *pack.args[0][1:]])  # type: ignore[index]
 
 
-@fault("joint", "outputs_are_unchanged")
+@fault("joint", "scatters_fit_the_plan")
 def packs_a_gradient_twice(graph: zg.Graph) -> None:
     pack = block_packs(graph)[0]
     grads, offsets = pack.args[:2]
@@ -171,3 +172,62 @@ def scales_a_mean_once_more(graph: zg.Graph) -> None:
 @fault("joint", "outputs_are_unchanged", says_so=True)
 def returns_less_and_says_it_changes_compute(graph: zg.Graph) -> None:
     graph.set_outputs([None, *graph.outputs()[1:]])
+
+
+@fault("joint", "scatters_fit_the_plan")
+def packs_in_another_order(graph: zg.Graph) -> None:
+    pack = block_packs(graph)[0]
+    grads, offsets = pack.args[:2]
+    set_argument(pack, 0, [*reversed(grads)])  # type: ignore[call-overload]
+    set_argument(pack, 1, [*reversed(offsets)])  # type: ignore[call-overload]
+
+
+@fault("joint", "dialect_nodes_are_complete")
+def packs_without_saying_where(graph: zg.Graph) -> None:
+    pack = block_packs(graph)[0]
+    set_argument(pack, 1, pack.args[1][:-1])  # type: ignore[index]
+
+
+@fault("backward", "outputs_are_unchanged")
+def doubles_a_gradient(graph: zg.Graph) -> None:
+    pack = block_packs(graph)[0]
+    grad, *rest = pack.args[0]  # type: ignore[misc]
+    twice = graph.call(aten.add.Tensor, grad, grad, before=pack, role="sum")
+    set_argument(pack, 0, [twice, *rest])
+
+
+@fault("backward", "compute_is_unchanged", model=tied_tower)
+def weighs_one_use_of_a_tied_parameter(graph: zg.Graph) -> None:
+    adds = graph.nodes(aten.add.Tensor)
+    (total,) = [add for add in adds if add.meta.get("zgraph", {}).get("role") == "sum"]
+    total.kwargs = {"alpha": 2}
+
+
+@fault("backward", "gradients_are_averaged_once", passes=REDUCED_IN_BF16)
+def returns_a_gradient_in_the_dtype_of_reduction(graph: zg.Graph) -> None:
+    (wait,) = graph.scatters()[0].users
+    (cast,) = wait.users
+    graph.replace(cast, wait)
+
+
+@fault("backward", "gradients_are_averaged_once")
+def rounds_a_mean(graph: zg.Graph) -> None:
+    (wait,) = graph.scatters()[0].users
+    (output,) = wait.users
+    cast = torch.ops.prims.convert_element_type.default
+    low = graph.call(cast, wait, torch.bfloat16, before=output, role="cast")
+    output.replace_input_with(
+        wait, graph.call(cast, low, torch.float32, before=output, role="cast")
+    )
+
+
+@fault("backward", "gradients_are_averaged_once")
+def scatters_in_the_name_of_another_unit(graph: zg.Graph) -> None:
+    one, other = graph.scatters()[1:3]
+    swap_arguments(one, other, 1)
+
+
+@fault("joint", "outputs_are_unchanged", says_so=True)
+def swaps_gradients_and_says_it_changes_compute(graph: zg.Graph) -> None:
+    *others, one, other = graph.outputs()
+    graph.set_outputs([*others, other, one])

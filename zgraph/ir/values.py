@@ -2,19 +2,27 @@
 
 Each node gets a value: a hash of its op and of the values that it reads. Whatever gathers a
 parameter has the value of the parameter itself, and a flat gradient is the gradients packed in it.
-So two graphs that differ in schedule, in what is gathered together, or in the level of the dialect
-in which they are written, have the same values; one with another operand somewhere has not.
+Draws of random numbers that are written alike are told apart by their order, and memory that is
+written has another value from there on. So two graphs that differ in schedule, in what is gathered
+together, or in the level of the dialect in which they are written, have the same values; one with
+another operand somewhere has not.
 """
 
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from zgraph._torch import pytree
 from zgraph.ir import ops
 from zgraph.ir.graph import Graph, arguments, is_cast, is_view
+from zgraph.plan import Plan
 
 DIALECT = frozenset((*ops.BUFFER_ARGUMENT, ops.wait))
 _aten = torch.ops.aten
@@ -40,7 +48,7 @@ class Values:
 
 def values(graph: Graph) -> Values:
     """The values of a graph whose nodes are in order."""
-    of = _number(graph)
+    of, impure = _number(graph)
     outputs: list[Any] = []
     needed: list[Node] = []
     for output in graph.outputs():
@@ -55,8 +63,54 @@ def values(graph: Graph) -> Values:
     for node in _upstream(needed):
         if node.op == "call_function" and node.target not in DIALECT and not is_view(node):
             compute.setdefault(of[node], []).append(node)
-    impure = (node for node in graph.fx.nodes if node.op == "call_function" and node.is_impure())
     return Values(of, compute, tuple(outputs), tuple((of[node], node) for node in impure))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a graph was before a pass.
+
+    Attributes:
+        values: what it computed.
+        calls: each node with what it called.
+        results: the fake value of each node.
+        shards: the graph input that each buffer is read from.
+        late_reads: reads of a buffer after another unit was used.
+    """
+
+    values: Values
+    calls: dict[Node, tuple[Any, Any, Any]]
+    results: dict[Node, Any]
+    shards: dict[str, Node]
+    late_reads: frozenset[Node]
+
+    @staticmethod
+    def of(graph: Graph, before: "Snapshot | None" = None) -> "Snapshot":
+        """The snapshot of a graph that obeys the rules; `before` itself if nothing changed."""
+        calls = {node: (node.target, node.args, node.kwargs) for node in graph.fx.nodes}
+        results = {node: node.meta.get("val") for node in graph.fx.nodes}
+        if before is not None and list(calls.items()) == list(before.calls.items()):
+            then = before.results
+            if all(value is then[node] for node, value in results.items()):
+                return before
+        reads = graph.nodes(ops.parameter, ops.gather, ops.whole)
+        shards = {graph.buffer_of(read).name: arguments(read)[0] for read in reads}
+        return Snapshot(values(graph), calls, results, shards, frozenset(_late_reads(graph)))
+
+
+@dataclass(frozen=True)
+class Change:
+    """A graph after a pass, and before it. `computes` is the pass's `changes_compute`."""
+
+    graph: Graph
+    plan: Plan
+    before: Snapshot
+    computes: bool
+
+    @cached_property
+    def after(self) -> Snapshot:
+        """The graph as it is now. It obeys the rules of one graph."""
+        return Snapshot.of(self.graph, self.before)
 
 
 def gradients_in(graph: Graph, flat: Node) -> Iterator[tuple[str, Node]]:
@@ -67,8 +121,8 @@ def gradients_in(graph: Graph, flat: Node) -> Iterator[tuple[str, Node]]:
     """
     if flat.target is ops.gradient:
         yield str(flat.args[1]), flat.all_input_nodes[0]
-    elif flat.target is _aten.add.Tensor:
-        terms = [list(gradients_in(graph, term)) for term in flat.all_input_nodes]
+    elif _summands(flat):
+        terms = [list(gradients_in(graph, term)) for term in _summands(flat)]
         if all(terms):
             yield from (gradient for term in terms for gradient in term)
     elif flat.target is ops.pack:
@@ -84,15 +138,42 @@ def gradients_in(graph: Graph, flat: Node) -> Iterator[tuple[str, Node]]:
 
 def _terms(grad: Node) -> Iterator[Node]:
     """What `Partition` added up to make one parameter's gradient; see its role "sum"."""
-    if grad.target is _aten.add.Tensor and grad.meta.get("zgraph", {}).get("role") == "sum":
-        for term in grad.all_input_nodes:
+    if _summands(grad) and grad.meta.get("zgraph", {}).get("role") == "sum":
+        for term in _summands(grad):
             yield from _terms(term)
     else:
         yield grad
 
 
-def _number(graph: Graph) -> dict[Node, int]:
+def _summands(node: Node) -> tuple[Node, ...]:
+    """The two nodes, or twice the one, whose plain sum the node is; () if it is something else."""
+    plain = node.target is _aten.add.Tensor and len(node.args) == 2 and not node.kwargs
+    nodes = tuple(arg for arg in node.args if isinstance(arg, Node)) if plain else ()
+    return nodes if len(nodes) == 2 else ()
+
+
+def schema_of(node: Node) -> Any:
+    """The schema of a torch op; None of another function."""
+    return getattr(node.target, "_schema", None)
+
+
+def written_by(node: Node) -> list[Node]:
+    """The nodes whose memory a call writes."""
+    schema = schema_of(node)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+    written = [given.get(a.name) for a in schema.arguments if a.is_write]
+    return [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, Node)]
+
+
+def _number(graph: Graph) -> tuple[dict[Node, int], list[Node]]:
+    """The value of each node; and the random and writing ones, in program order."""
     of: dict[Node, int] = {}
+    impure: list[Node] = []
+    drawn: Counter[Any] = Counter()
+    owner: dict[Node, Node] = {}  # the node that made the memory of a view, or of what is written
+    alike: dict[Node, list[Node]] = {}  # by that node: all that share the memory
     slots = {
         (buffer.name, slot.offset, slot.offset + slot.numel): slot
         for buffer, slot in graph.layout.slots()
@@ -113,15 +194,26 @@ def _number(graph: Graph) -> dict[Node, int]:
             key = "parameter", node.args[1]
         elif node.target is _aten.slice.Tensor and source in flats and node.args[1] == 0:
             parts[node] = slots.get((flats[source], *node.args[2:4]))
-            key = "slice", flats[source], node.args[2:]
+            key = "slice", flats[source], _key(of, node.args[2:])
         elif node.target is _aten.view.default and _is_whole_slot(parts.get(source), node):
             key = "parameter", parts[source].name
         elif node.op in ("placeholder", "get_attr"):
             key = node.op, node.target
         else:
             key = str(node.target), _key(of, node.args), _key(of, node.kwargs)
-        of[node] = hash(key)
-    return of
+        if node.op == "call_function" and node.is_impure():
+            impure.append(node)
+            key = key, drawn[key]
+            drawn[key[0]] += 1
+        of[node] = value = hash(key)
+        written = written_by(node)
+        shared: Node = written[0] if written else source if is_view(node) else node
+        owner[node] = owner.get(shared) or node
+        alike.setdefault(owner[node], []).append(node)
+        for memory in written:
+            for other in alike[owner[memory]]:
+                of[other] = hash((of[other], "written", value))
+    return of, impure
 
 
 def _is_whole_slot(slot: Any, view: Node) -> bool:
@@ -135,7 +227,22 @@ def _key(of: dict[Node, int], value: Any) -> Any:
         return tuple(_key(of, item) for item in value)
     if isinstance(value, dict):
         return tuple((key, _key(of, item)) for key, item in value.items())
-    return value if value is None or isinstance(value, (int, str)) else repr(value)
+    return None if value is None else repr(value)  # numbers too: hash(-1) == hash(-2)
+
+
+def _late_reads(graph: Graph) -> Iterator[Node]:
+    if graph.stage == "joint":
+        return
+    at = graph.positions()
+    items = [graph.gathered(gather) for gather in graph.gathers()]
+    firsts = sorted((at[item.uses[0]], graph.unit_of(item.gather)) for item in items if item.uses)
+    places = [place for place, _ in firsts]
+    for item in items:
+        unit = graph.unit_of(item.gather)
+        for earlier, later in pairwise(item.uses):
+            between = firsts[bisect_right(places, at[earlier]) : bisect_left(places, at[later])]
+            if any(other != unit for _, other in between):
+                yield later
 
 
 def _upstream(roots: list[Node]) -> Iterator[Node]:

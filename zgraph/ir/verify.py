@@ -7,8 +7,6 @@ the pass.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -16,48 +14,10 @@ from torch.fx import Node
 
 from zgraph.errors import GraphError
 from zgraph.ir import ops, show
-from zgraph.ir.graph import Graph, arguments, fake_result, is_view
-from zgraph.ir.values import Values, gradients_in, values
+from zgraph.ir.graph import Graph, arguments, fake_result, is_cast, is_view
+from zgraph.ir.values import Change, Snapshot, gradients_in, schema_of, written_by
+from zgraph.layout import Buffer
 from zgraph.plan import Plan
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What a graph was before a pass.
-
-    Attributes:
-        values: what it computed.
-        calls: each node with what it called.
-        shards: the graph input that each buffer is read from.
-        late_reads: reads of a buffer after another unit was used.
-    """
-
-    values: Values
-    calls: dict[Node, tuple[Any, Any, Any]]
-    shards: dict[str, Node]
-    late_reads: frozenset[Node]
-
-    @staticmethod
-    def of(graph: Graph, before: "Snapshot | None" = None) -> "Snapshot":
-        """The snapshot of a graph that obeys the rules; `before` itself if nothing changed."""
-        calls = {node: (node.target, node.args, node.kwargs) for node in graph.fx.nodes}
-        if before is not None and list(calls.items()) == list(before.calls.items()):
-            return before
-        reads = graph.nodes(ops.parameter, ops.gather, ops.whole)
-        shards = {graph.buffer_of(read).name: arguments(read)[0] for read in reads}
-        return Snapshot(values(graph), calls, shards, frozenset(_late_reads(graph)))
-
-
-@dataclass(frozen=True)
-class Change:
-    """A graph after a pass, and before it. `computes` is the pass's `changes_compute`."""
-
-    graph: Graph
-    plan: Plan
-    before: Snapshot
-    after: Snapshot
-    computes: bool
-
 
 GraphRule = Callable[[Graph, Plan], Iterator[Node]]
 ChangeRule = Callable[[Change], Iterator[Node]]
@@ -72,7 +32,7 @@ def nodes_are_in_order(graph: Graph, plan: Plan) -> Iterator[Node]:
     for node in graph.fx.nodes:
         if not seen.issuperset(node.all_input_nodes):
             yield node
-        if node.op == "output" and node.next.op != "root":
+        if (node.op == "output") != (node.next.op == "root"):
             yield node
         seen.add(node)
 
@@ -86,6 +46,26 @@ def names_are_unique(graph: Graph, plan: Plan) -> Iterator[Node]:
         seen.add(node.name)
 
 
+def dialect_nodes_are_complete(graph: Graph, plan: Plan) -> Iterator[Node]:
+    """A node of the dialect has all its arguments by position: the nodes that it reads, and what
+    names a buffer of the layout."""
+    buffers = {buffer.name for buffer in graph.layout.buffers}
+    for node in graph.nodes(*ops.BUFFER_ARGUMENT, ops.wait):
+        if not _is_complete(node, buffers):
+            yield node
+
+
+def _is_complete(node: Node, buffers: set[str]) -> bool:
+    if node.kwargs or len(node.args) != len(schema_of(node).arguments):
+        return False
+    reads, offsets = arguments(node)[:2] if node.target is ops.pack else (node.args[:1], ())
+    if not reads or not all(isinstance(read, Node) for read in reads):
+        return False
+    if node.target is ops.pack and len(reads) != len(offsets):
+        return False
+    return node.target is ops.wait or node.args[ops.BUFFER_ARGUMENT[node.target]] in buffers
+
+
 def starts_are_waited_for_once(graph: Graph, plan: Plan) -> Iterator[Node]:
     """The result of a collective is read by exactly one wait, and by nothing else."""
     for node in graph.starts():
@@ -96,14 +76,13 @@ def starts_are_waited_for_once(graph: Graph, plan: Plan) -> Iterator[Node]:
 def waits_wait_for_a_collective(graph: Graph, plan: Plan) -> Iterator[Node]:
     """A wait reads the start of a collective."""
     for node in graph.waits():
-        source = node.args[0]
-        if not isinstance(source, Node) or source.target not in ops.STARTS:
+        if node.all_input_nodes[0].target not in ops.STARTS:
             yield node
 
 
 def waits_are_used(graph: Graph, plan: Plan) -> Iterator[Node]:
-    """What a wait gives is read; a collective whose result nothing reads is not started."""
-    return (node for node in graph.waits() if not node.users)
+    """What a wait gives is read, if through views; what nothing reads is not started."""
+    return (node for node in graph.waits() if not graph.aliases(node)[1])
 
 
 def captured_ops_are_replaced(graph: Graph, plan: Plan) -> Iterator[Node]:
@@ -121,21 +100,19 @@ def gathers_fit_the_plan(graph: Graph, plan: Plan) -> Iterator[Node]:
             wanted = (buffer.numel, buffer.param_dtype, graph.groups.gather_group(buffer))
         shard: Node = arguments(node)[0]
         fits = shard.op == "placeholder" and shard.meta["val"].shape == (buffer.shard_numel,)
+        fits = fits and (buffer.persistent or node.target is ops.gather)
         if node.args[2:] != wanted or not fits:
             yield node
 
 
 def scatters_fit_the_plan(graph: Graph, plan: Plan) -> Iterator[Node]:
-    """Gradients are packed at their parameters' offsets and reduced in their buffer's dtype."""
+    """Gradients are packed at their parameters' offsets, in the order of these, and reduced in
+    their buffer's dtype."""
     for node in graph.nodes(ops.pack, ops.scatter, ops.reduce):
         buffer = graph.buffer_of(node)
         if node.target is ops.pack:
-            slots = {(slot.offset, slot.numel) for slot in buffer.slots}
-            grads, offsets, _, numel, dtype = arguments(node)
-            fits = (numel, dtype) == (buffer.numel, buffer.reduce_dtype) and all(
-                (offset, grad.meta["val"].numel()) in slots
-                for grad, offset in zip(grads, offsets, strict=True)
-            )
+            fits = arguments(node)[3:] == (buffer.numel, buffer.reduce_dtype)
+            fits = fits and _packs_in_order(node, buffer)
         else:
             value: Tensor = arguments(node)[0].meta["val"]
             numel = buffer.numel if node.target is ops.scatter else buffer.shard_numel
@@ -144,19 +121,36 @@ def scatters_fit_the_plan(graph: Graph, plan: Plan) -> Iterator[Node]:
             yield node
 
 
+def _packs_in_order(pack: Node, buffer: Buffer) -> bool:
+    slots = {(slot.offset, slot.numel) for slot in buffer.slots}
+    end = 0
+    for grad, offset in zip(*arguments(pack)[:2], strict=True):
+        numel = grad.meta["val"].numel()
+        if (offset, numel) not in slots or offset < end:
+            return False
+        end = offset + numel
+    return True
+
+
 def gradients_are_averaged_once(graph: Graph, plan: Plan) -> Iterator[Node]:
-    """A packed gradient is averaged once over each group of its buffer, and reaches the output."""
+    """A packed gradient is averaged once over each group of its buffer, then cast to the master
+    dtype if that is another, and reaches the output."""
     outputs = {node for node in graph.outputs() if isinstance(node, Node)}
     for pack in graph.packs():
         buffer = graph.buffer_of(pack)
         shard = graph.groups.gather_group(buffer)
-        wanted = [(ops.scatter, shard)] if shard else []
-        wanted += [(ops.reduce, group) for group in graph.groups.sum_groups(buffer)]
-        found, node = [], pack
+        wanted: list[Any] = [(ops.scatter, buffer.name, shard)] if shard else []
+        wanted += [(ops.reduce, buffer.name, group) for group in graph.groups.sum_groups(buffer)]
+        if buffer.reduce_dtype != buffer.master_dtype:
+            wanted.append(buffer.master_dtype)
+        found: list[Any] = []
+        node = pack
         while len(node.users) == 1 and node not in outputs:
             (node,) = node.users
             if node.target in (ops.scatter, ops.reduce):
-                found.append((node.target, node.args[2]))
+                found.append((node.target, *node.args[1:]))
+            elif is_cast(node):
+                found.append(node.meta["val"].dtype)
         if found != wanted or node not in outputs:
             yield pack
 
@@ -166,25 +160,15 @@ def trained_parameters_have_gradients(graph: Graph, plan: Plan) -> Iterator[Node
     if graph.stage not in ("joint", "backward"):
         return
     expected = {name: 1 for names in graph.trained.values() for name in names}
-    found = Counter(name for output in graph.outputs() for name in _packed_upstream(graph, output))
+    # What is packed reaches the output, by the rule above. Before that, reads are not yet summed.
+    found = Counter(name for pack in graph.packs() for name in _names_in(graph, pack))
+    found.update({str(node.args[1]) for node in graph.nodes(ops.gradient)})
     if found != expected:
         yield graph.output()
 
 
-def _packed_upstream(graph: Graph, output: Any) -> set[str]:
-    """Parameters whose packed gradients an output depends on."""
-    names: set[str] = set()
-    stack = [output] if isinstance(output, Node) else []
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if node.target in (ops.pack, ops.gradient):
-            names |= {name for name, _ in gradients_in(graph, node)}
-            continue
-        fresh = [source for source in node.all_input_nodes if source not in seen]
-        seen.update(fresh)
-        stack += fresh
-    return names
+def _names_in(graph: Graph, flat: Node) -> set[str]:
+    return {name for name, _ in gradients_in(graph, flat)}
 
 
 def gathered_buffers_stay_in_their_graph(graph: Graph, plan: Plan) -> Iterator[Node]:
@@ -197,20 +181,15 @@ def gathered_buffers_stay_in_their_graph(graph: Graph, plan: Plan) -> Iterator[N
 
 
 def gathered_memory_is_only_read(graph: Graph, plan: Plan) -> Iterator[Node]:
-    """Nothing writes to gathered memory: another reader would see it, and it is not the shard."""
-    for gather in graph.gathers():
-        item = graph.gathered(gather)
-        memory = {item.wait, *item.views}
-        yield from (node for node in item.uses if _writes(node, memory))
-
-
-def _writes(node: Node, memory: set[Node]) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return False
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
-    written = (given.get(a.name) for a in schema.arguments if a.is_write)
-    return any(isinstance(value, Node) and value in memory for value in written)
+    """Nothing writes to gathered memory, which others read too, nor to the flat shards."""
+    reads = graph.nodes(ops.parameter, ops.gather, ops.whole)
+    memory = {*reads, *(read.all_input_nodes[0] for read in reads)}
+    for node in graph.fx.nodes:
+        if node.target is ops.wait or is_view(node):
+            if node.all_input_nodes[0] in memory:
+                memory.add(node)
+        elif not memory.isdisjoint(written_by(node)):
+            yield node
 
 
 def live_bytes_stay_under_the_limit(graph: Graph, plan: Plan) -> Iterator[Node]:
@@ -223,13 +202,34 @@ def live_bytes_stay_under_the_limit(graph: Graph, plan: Plan) -> Iterator[Node]:
 # --------------------------------------------------------------------- rules of what a pass did
 
 
+def inputs_are_unchanged(change: Change) -> Iterator[Node]:
+    """A graph keeps its inputs, in their order: it is called with them by position."""
+    before = [node for node in change.before.calls if node.op == "placeholder"]
+    now = [node for node in change.graph.fx.nodes if node.op == "placeholder"]
+    if now != before:
+        moved = (node for node, was in zip(now, before, strict=False) if node is not was)
+        yield next(moved, change.graph.output())
+
+
+def new_nodes_have_values(change: Change) -> Iterator[Node]:
+    """A new node has a fake value in node.meta["val"], where graph.call puts it; an old one keeps
+    its own."""
+    before = change.before.results
+    for node in change.graph.fx.nodes:
+        missing = node.op == "call_function" and "val" not in node.meta
+        if missing and before.get(node, node) is not None:
+            yield node
+
+
 def new_nodes_are_what_they_say(change: Change) -> Iterator[Node]:
     """A new or changed node has a fake value of the shape and dtype that its op gives."""
-    for node, call in change.after.calls.items():
-        if node.op != "call_function" or _same_call(change.before.calls.get(node), call):
+    before, after = change.before, change.after
+    for node, call in after.calls.items():
+        same = _same_call(before.calls.get(node), call)
+        same = same and before.results[node] is after.results[node]
+        if node.op != "call_function" or same:
             continue
-        value = node.meta.get("val")
-        if value is None or _described(value) != _described(_computed(node)):
+        if _described(after.results[node]) != _described(_computed(node)):
             yield node
 
 
@@ -279,12 +279,18 @@ def compute_is_unchanged(change: Change) -> Iterator[Node]:
 def outputs_are_unchanged(change: Change) -> Iterator[Node]:
     """A pass leaves what the graph returns as it was: results, saved values and gradients."""
     before, after = change.before.values.outputs, change.after.values.outputs
+    fits = before == after
     if change.computes:
-        fits = [value is None for value in before] == [value is None for value in after]
-    else:
-        fits = before == after
+        fits = len(before) == len(after) and all(map(_stand_for_the_same, before, after))
     if not fits:
         yield change.graph.output()
+
+
+def _stand_for_the_same(before: Any, after: Any) -> bool:
+    """Whether two outputs are nothing, gradients of the same parameters, or any other result."""
+    if isinstance(before, tuple) and isinstance(after, tuple):
+        return {name for name, _ in before} == {name for name, _ in after}
+    return (before is None) == (after is None)
 
 
 def effects_keep_their_order(change: Change) -> Iterator[Node]:
@@ -307,39 +313,36 @@ def buffers_are_freed_between_uses(change: Change) -> Iterator[Node]:
         yield from sorted(change.after.late_reads - change.before.late_reads)
 
 
-def _late_reads(graph: Graph) -> Iterator[Node]:
-    if graph.stage == "joint":
-        return
-    items = [graph.gathered(gather) for gather in graph.gathers()]
-    firsts = sorted((item.uses[0], graph.unit_of(item.gather)) for item in items if item.uses)
-    for item in items:
-        unit = graph.unit_of(item.gather)
-        for earlier, later in pairwise(item.uses):
-            if any(earlier < first < later and other != unit for first, other in firsts):
-                yield later
-
-
-ORDER: GraphRule = nodes_are_in_order
-GRAPH_RULES: tuple[GraphRule, ...] = (
-    names_are_unique,
-    starts_are_waited_for_once,
-    waits_wait_for_a_collective,
-    waits_are_used,
-    captured_ops_are_replaced,
-    gathers_fit_the_plan,
-    scatters_fit_the_plan,
-    gradients_are_averaged_once,
-    gathered_buffers_stay_in_their_graph,
-    gathered_memory_is_only_read,
-    trained_parameters_have_gradients,
-)
-CHANGE_RULES: tuple[ChangeRule, ...] = (
-    new_nodes_are_what_they_say,
-    shards_stay_with_their_buffers,
-    compute_is_unchanged,
-    outputs_are_unchanged,
-    effects_keep_their_order,
-    buffers_are_freed_between_uses,
+# In order: what breaks several rules is named by the first of them.
+RULES: tuple[tuple[tuple[GraphRule, ...], tuple[ChangeRule, ...]], ...] = (
+    # The other rules read graphs that obey these.
+    (
+        (nodes_are_in_order, names_are_unique, dialect_nodes_are_complete),
+        (inputs_are_unchanged, new_nodes_have_values),
+    ),
+    (
+        (
+            starts_are_waited_for_once,
+            waits_wait_for_a_collective,
+            waits_are_used,
+            captured_ops_are_replaced,
+            gathers_fit_the_plan,
+            scatters_fit_the_plan,
+            gradients_are_averaged_once,
+            gathered_buffers_stay_in_their_graph,
+            gathered_memory_is_only_read,
+            trained_parameters_have_gradients,
+        ),
+        (
+            new_nodes_are_what_they_say,
+            shards_stay_with_their_buffers,
+            compute_is_unchanged,
+            outputs_are_unchanged,
+            effects_keep_their_order,
+            buffers_are_freed_between_uses,
+        ),
+    ),
+    ((live_bytes_stay_under_the_limit,), ()),
 )
 
 
@@ -356,17 +359,13 @@ def verify(graph: Graph, plan: Plan, pass_name: str, before: Snapshot, computes:
     Raises:
         GraphError: names the pass, the rule, the node and its unit, and shows the graph around it.
     """
-    _check(graph, pass_name, ORDER, ORDER(graph, plan))
-    for rule in GRAPH_RULES:
-        _check(graph, pass_name, rule, rule(graph, plan))
-    after = Snapshot.of(graph, before)
-    change = Change(graph, plan, before, after, computes)
-    for rule in CHANGE_RULES:
-        _check(graph, pass_name, rule, rule(change))
-    # Last: what breaks another rule too is better named by that one.
-    limit = live_bytes_stay_under_the_limit
-    _check(graph, pass_name, limit, limit(graph, plan))
-    return after
+    change = Change(graph, plan, before, computes)
+    for graph_rules, change_rules in RULES:
+        for rule in graph_rules:
+            _check(graph, pass_name, rule, rule(graph, plan))
+        for rule in change_rules:
+            _check(graph, pass_name, rule, rule(change))
+    return change.after
 
 
 def _check(graph: Graph, pass_name: str, rule: Callable[..., Any], broken: Iterator[Node]) -> None:
@@ -384,8 +383,13 @@ def _check(graph: Graph, pass_name: str, rule: Callable[..., Any], broken: Itera
 
 def _unit_around(graph: Graph, node: Node) -> str:
     """Unit of a node, or of the gather or pack that it reads through views and waits; or ""."""
+    seen: set[Node] = set()  # in a broken graph they may read each other
     while node.target not in ops.BUFFER_ARGUMENT:
-        if not (node.target is ops.wait or is_view(node)) or not node.all_input_nodes:
+        seen.add(node)
+        source = next(iter(node.all_input_nodes), node)
+        if source in seen or not (node.target is ops.wait or is_view(node)):
             return ""
-        node = node.all_input_nodes[0]
-    return graph.unit_of(node)
+        node = source
+    units = {buffer.name: buffer.unit for buffer in graph.layout.buffers}
+    at = ops.BUFFER_ARGUMENT[node.target]
+    return next((units.get(str(name), "") for name in node.args[at : at + 1]), "")

@@ -4,7 +4,8 @@ An empty group name means one rank: the tensor itself is returned.
 
 Note [Planned groups]
 `zg.capture` traces for a mesh that need not exist. Its groups have names such as "shard=8", the
-mesh axis and its ranks: enough for shapes and for lowering, while no collective can run on them.
+mesh axis and its ranks: enough for shapes and for lowering. What runs outside captured graphs
+there runs on fake tensors, which have no values to exchange.
 """
 
 import torch
@@ -16,7 +17,7 @@ from zgraph._torch import all_gather_flat, backend_name, group_by_name, reduce_s
 
 def size(group: str) -> int:
     """Ranks in the group; 1 for "". See Note [Planned groups]."""
-    if "=" in group:
+    if is_planned(group):
         return int(group.rpartition("=")[2])
     return group_by_name(group).size() if group else 1
 
@@ -26,12 +27,17 @@ def planned(axis: str, ranks: int) -> str:
     return f"{axis}={ranks}"
 
 
+def is_planned(group: str) -> bool:
+    """Whether a group is planned only. See Note [Planned groups]."""
+    return "=" in group
+
+
 def averages(group: str, dtype: torch.dtype, device_type: str) -> bool:
     """Whether the group's backend divides by itself. See Note [Averaging] in `zgraph.lowering`."""
     if device_type != "cuda" or dtype not in (torch.float32, torch.bfloat16):
         return False
-    if "=" in group:
-        return True  # planned: CUDA meshes use NCCL
+    if is_planned(group):
+        return True  # CUDA meshes use NCCL
     return backend_name(group_by_name(group), device_type) == "nccl"
 
 
@@ -55,7 +61,8 @@ def all_gather(shard: Tensor, group: str) -> Tensor:
     if not group:
         return shard
     whole = shard.new_empty(shard.numel() * size(group))
-    all_gather_flat(whole, shard.contiguous(), group_by_name(group))
+    if not is_planned(group):
+        all_gather_flat(whole, shard.contiguous(), group_by_name(group))
     return whole
 
 
@@ -66,7 +73,8 @@ def reduce_scatter_mean(flat: Tensor, group: str) -> Tensor:
     shard = flat.new_empty(flat.numel() // size(group))
     op, before, after = _mean(group, flat)
     source = flat / before if before != 1 else flat
-    reduce_scatter_flat(shard, source, op, group_by_name(group))
+    if not is_planned(group):
+        reduce_scatter_flat(shard, source, op, group_by_name(group))
     return shard.div_(after) if after != 1 else shard
 
 
@@ -76,7 +84,8 @@ def all_reduce_mean(flat: Tensor, group: str) -> Tensor:
         return flat
     op, before, after = _mean(group, flat)
     total = flat / before if before != 1 else flat.clone()
-    dist.all_reduce(total, op=op, group=group_by_name(group))
+    if not is_planned(group):
+        dist.all_reduce(total, op=op, group=group_by_name(group))
     return total.div_(after) if after != 1 else total
 
 

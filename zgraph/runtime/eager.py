@@ -65,7 +65,9 @@ class EagerReads:
 
     def _refuse_lost_writes(self) -> None:
         flat, whole = self._flat, self._whole
-        if flat is None or whole is None or whole.data_ptr() == flat.data.data_ptr():
+        if flat is None or whole is None:
+            return
+        if whole.dtype == flat.data.dtype and not flat.groups.gather_group(flat.buffer):
             return  # Without a gather or a cast the buffer is the shard itself.
         if whole._version != self._whole_version:
             self._flat, self._whole = None, None
