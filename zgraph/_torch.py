@@ -25,7 +25,11 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.fx.graph import _BoxedCodeGen
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils import _foreach_utils
@@ -39,6 +43,8 @@ __all__ = [
     "CheckpointPolicy",
     "CustomGraphPass",
     "CustomPartitionerFn",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
     "FakeTensorMode",
     "OpOverload",
     "all_gather_flat",

@@ -6,7 +6,8 @@ groups] in `zgraph.runtime.collectives`), and the model may be on the meta devic
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph import checks
-from zgraph._torch import FakeTensorMode, pytree
+from zgraph._torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    pytree,
+)
 from zgraph.backends.aot_eager import AotEager
 from zgraph.compile import compiled_call, finished_plan, groups_of
 from zgraph.errors import GraphError, ModelError, PassError, nearest
@@ -41,6 +47,8 @@ class Captured:
         frames: one for each captured graph; a model without graph breaks has one.
         name: the model's class.
         buffer_bytes, input_bytes: the model's buffers, and the arguments.
+        outside: modules that read their parameters outside these graphs, where torch.compile
+            skipped them; what they gather is in none of the graphs.
     """
 
     plan: Plan
@@ -50,6 +58,7 @@ class Captured:
     name: str
     buffer_bytes: int
     input_bytes: int
+    outside: tuple[str, ...] = ()
 
     def steps(self, stage: Stage, frame: int = 0) -> list[Step]:
         """The graph at "joint", "forward", "backward" or "inference", as each pass left it.
@@ -150,7 +159,7 @@ def capture(
         traced = Capture(pipeline.passes, plan, layout, groups, shards, backend, keeps_history=True)
         # Not None: Dynamo would take sizes that differ from an earlier capture's for dynamic ones.
         call = compiled_call(twin, traced, reads, fullgraph, bool(dynamic))
-    with mode:
+    with mode, _explaining(type(model).__name__):
         call(*call_args, **call_kwargs)
     if not traced.frames:
         raise ModelError(
@@ -166,7 +175,28 @@ def capture(
         type(model).__name__,
         buffer_bytes=_bytes(list(model.buffers())),
         input_bytes=_bytes((args, kwargs)),
+        outside=reads.modules,
     )
+
+
+@contextmanager
+def _explaining(model: str) -> Iterator[None]:
+    """Say of errors that come from tracing without data what a person can do about them."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ModelError(
+            f"{model} needs the values of a tensor, and a capture has none: {error} (what reads "
+            "values, such as .item(), bool(tensor) or a boolean index, decides by data; capture "
+            "the parts around it, or give the decision as an argument that is no tensor)"
+        ) from error
+    except AssertionError as error:
+        if "FakeTensor" not in str(error):
+            raise
+        raise ModelError(
+            f"{model} reads a tensor that it does not hold as a parameter, a buffer or an "
+            "attribute of a module; register it as a buffer, or pass it as an argument"
+        ) from error
 
 
 def is_called(step: Step, wanted: str) -> bool:
@@ -237,12 +267,21 @@ def _fakes(
 
     # deepcopy asks its memo first, by identity: so tensors are replaced, and not copied.
     held = [value for part in model.modules() for value in _tensors_of(part)]
-    twin = copy.deepcopy(model, {id(tensor): fake(tensor) for tensor in held})
+    twin = _copied(model, {id(tensor): fake(tensor) for tensor in held})
     for old, new in zip(model.parameters(), twin.parameters(), strict=True):
         for key, value in vars(old).items():
             setattr(new, key, value)
     args, kwargs = pytree.tree_map_only(Tensor, fake, (args, kwargs))
     return twin, args, kwargs
+
+
+def _copied(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
+    try:
+        return copy.deepcopy(model, replaced)
+    except (TypeError, RuntimeError) as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be copied, and a capture traces a copy: {error}"
+        ) from error
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:

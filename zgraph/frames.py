@@ -270,6 +270,9 @@ class FrameCompiler:
         """Run one hook of every pass, and verify what each leaves."""
         plan = self._capture.plan
         before = Snapshot.of(graph) if config.verify else None
+        if before is not None and graph.stage in ("forward", "backward"):
+            # Tags of the joint graph say what is recomputed; here it shows whether they did.
+            verify(graph, plan, "the joint passes, once partitioned,", before, False)
         for item in self._capture.passes:
             if not item.has(hook):
                 continue

@@ -111,3 +111,34 @@ def test_what_was_captured_already_takes_no_further_options() -> None:
     captured = zg.capture(nn.Linear(2, 2), (torch.zeros(1, 2),))
     with pytest.raises(zg.PassError, match="captured already"):
         zg.explain(captured, passes=[zg.Partition()])
+
+
+class Skipped(nn.Linear):
+    @torch.compiler.disable
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input)
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between, self.after = nn.Linear(4, 4), Skipped(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.between(self.before(x)))
+
+
+def test_modules_that_read_outside_the_graphs_are_named_as_not_counted() -> None:
+    found = zg.explain(Broken(), (torch.ones(2, 4),), world_size=2)
+    assert found.outside == ("between",)
+    assert "outside captured graphs: between" in str(found)
+    assert [graph.stage for graph in found.graphs] == ["forward", "backward"] * 2
+
+
+def test_parameters_that_are_not_split_count_as_a_whole() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    passes = [zg.Partition(ignore=["0"])]
+    memory = zg.explain(model, (torch.ones(2, 8),), passes=passes, world_size=4).memory
+    whole, share = 4 * 64, 4 * 64 // 4
+    assert memory.parameters == memory.gradients == whole + share
+    assert memory.optimizer_states == 2 * memory.parameters

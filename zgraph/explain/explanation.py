@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.text import Text
 from torch import nn
 
 from zgraph.capture import Captured, capture
@@ -40,6 +41,7 @@ class Explanation:
         memory: by what it is for, with its peak.
         history: every step of every graph, where they were kept (`zg.capture`).
         machine: rates that the page's timeline assumes.
+        outside: modules that read parameters outside the graphs; their gathers are not counted.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Explanation:
     memory: Memory
     history: tuple[tuple[Step, ...], ...] = field(repr=False, default=())
     machine: Machine = field(default_factory=Machine)
+    outside: tuple[str, ...] = ()
 
     def sent_bytes(self, axis: str | None = None, stage: str | None = None) -> int:
         """Bytes that a rank sends in a step, over one mesh axis, in one stage, or in all."""
@@ -61,11 +64,15 @@ class Explanation:
 
     def tables(self) -> RenderableType:
         """Plan, collectives and memory, for a rich console."""
-        return Group(
+        found: list[RenderableType] = [
             tables.units(self.plan, self.layout),
             tables.collectives(self.collectives),
             tables.memory(self.memory),
-        )
+        ]
+        if self.outside:
+            names = ", ".join(self.outside)
+            found.append(Text(f"Not counted: what these gather outside captured graphs: {names}"))
+        return Group(*found)
 
     def to_html(self, path: str | Path | None = None) -> str:
         """One page that needs nothing else: plan, timeline, memory, programs and diffs.
@@ -125,7 +132,8 @@ def explain(
             raise ModelError("explain: this model has not run yet; run a step first")
         fused = type(state.capture.backend).__name__ == "Inductor" if fused is None else fused
         frames = _one_step(state.capture.frames)
-        model = _captured(model, state.plan, state.layout, state.groups, frames)
+        outside = state.eager_reads.modules
+        model = _captured(model, state.plan, state.layout, state.groups, frames, outside)
     elif not isinstance(model, Captured):
         model = capture(model, args, kwargs, **capture_options)
     return _explained(model, OPTIMIZER_STATES[optimizer], bool(fused), machine or Machine())
@@ -147,10 +155,15 @@ def _one_step(frames: Sequence[Frame]) -> list[Frame]:
 
 
 def _captured(
-    model: nn.Module, plan: Plan, layout: Layout, groups: Groups, frames: Sequence[Frame]
+    model: nn.Module,
+    plan: Plan,
+    layout: Layout,
+    groups: Groups,
+    frames: Sequence[Frame],
+    outside: tuple[str, ...],
 ) -> Captured:
     buffers = sum(b.numel() * b.dtype.itemsize for b in model.buffers())
-    return Captured(plan, layout, groups, tuple(frames), type(model).__name__, buffers, 0)
+    return Captured(plan, layout, groups, tuple(frames), type(model).__name__, buffers, 0, outside)
 
 
 def _explained(captured: Captured, states: int, fused: bool, machine: Machine) -> Explanation:
@@ -168,7 +181,9 @@ def _explained(captured: Captured, states: int, fused: bool, machine: Machine) -
             captured.buffer_bytes,
             captured.input_bytes,
             fused,
+            captured.plan.parameters,
         ),
         tuple(tuple(frame.history) for frame in captured.frames),
         machine,
+        captured.outside,
     )

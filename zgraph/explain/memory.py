@@ -18,6 +18,7 @@ from torch.fx import Node
 from zgraph.ir.graph import Graph, Stage, is_cast, is_view
 from zgraph.layout import Layout
 from zgraph.lowering import lower
+from zgraph.plan import ParameterPlan
 
 Kind = Literal["gathered", "activations", "gradients", "temporary"]
 _wait = torch.ops._c10d_functional.wait_tensor.default
@@ -57,10 +58,11 @@ class Memory:
     """Memory of one step, in bytes on one rank.
 
     Attributes:
-        parameters: flat shards in their master dtype.
+        parameters: flat shards in their master dtype, and whole parameters that are not split.
         gradients: flat gradients after backward.
         optimizer_states: of the parameters that are trained.
-        buffers, inputs: the model's buffers, and the arguments of the call.
+        buffers, inputs: the model's buffers, and the arguments of the call; these are counted for
+            captures, and 0 for a model that has run.
         saved_activations: what forward leaves for backward, beside parameters and inputs.
         moments: what else is alive, node by node through forward and backward.
     """
@@ -97,14 +99,17 @@ def memory(
     buffer_bytes: int = 0,
     input_bytes: int = 0,
     fused: bool = False,
+    ignored: Sequence[ParameterPlan] = (),
 ) -> Memory:
     """Follow one step through its scheduled graphs: forwards in order, then backwards in reverse.
 
     Args:
+        graphs: each backward directly behind its forward.
         optimizer_states: states of a parameter's size that the optimizer keeps: 2 for Adam.
         buffer_bytes, input_bytes: memory of the model's buffers and of the call's arguments.
         fused: whether pointwise results that only pointwise nodes and reductions read stay in
             registers, as Inductor lets them; else every node's result lies in memory.
+        ignored: parameters that no buffer holds, and that every rank has whole.
     """
     indices = range(len(graphs))
     forwards = [index for index in indices if graphs[index].stage != "backward"]
@@ -113,12 +118,14 @@ def memory(
     for index in (*forwards, *backwards):
         walk.run(index, graphs[index])
     trained = {name for graph in graphs for name in graph.trained}
-    shards = sum(buffer.shard_bytes for buffer in layout.buffers)
-    states = sum(b.shard_bytes for b in layout.buffers if b.requires_grad) * optimizer_states
+    whole = [p for p in ignored if not p.partitioned]
+    wholes = [(p.numel * p.dtype.itemsize, p.requires_grad) for p in whole]
+    learnt = sum(size for size, trains in wholes if trains)
+    states = sum(b.shard_bytes for b in layout.buffers if b.requires_grad) + learnt
     return Memory(
-        parameters=shards,
-        gradients=sum(b.shard_bytes for b in layout.buffers if b.name in trained),
-        optimizer_states=states,
+        parameters=sum(b.shard_bytes for b in layout.buffers) + sum(size for size, _ in wholes),
+        gradients=sum(b.shard_bytes for b in layout.buffers if b.name in trained) + learnt,
+        optimizer_states=states * optimizer_states,
         buffers=buffer_bytes,
         inputs=input_bytes,
         saved_activations=walk.saved_bytes,
@@ -145,8 +152,8 @@ class _Walk:
         self.saved_bytes = 0
         self._fused = fused
         self._alive: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
-        # What forwards left for backwards, by the name that both give it.
-        self._left: dict[str, Blocks] = {}
+        # What each forward left for its backward, by the name that both give it.
+        self._left: dict[int, dict[str, Blocks]] = {}
         # What calls returned: the caller holds it.
         self._returned: set[_Block] = set()
 
@@ -154,13 +161,14 @@ class _Walk:
         """Follow one scheduled graph."""
         lowered = graph.copy()
         lower(lowered)
-        blocks = self._blocks(lowered)
+        left = self._left.get(index - 1, {}) if graph.stage == "backward" else {}
+        blocks = self._blocks(lowered, left)
         if graph.stage != "backward":
             results = [node for node in lowered.outputs() if isinstance(node, Node)]
             own = results[: len(results) - len(graph.saved())]
             self._returned |= {block for node in own for block in blocks[node]}
         last = _last_reads(lowered, blocks)
-        seen = {block for left in self._left.values() for block in left}
+        seen = {block for kept in left.values() for block in kept}
         for node in lowered.fx.nodes:
             for block in blocks[node]:
                 if block not in seen:
@@ -172,11 +180,11 @@ class _Walk:
         # Lowering renamed what it replaced; backward goes by the scheduled graph's names.
         saved = zip(graph.saved(), lowered.saved(), strict=True)
         kept = {scheduled.name: blocks[node] for scheduled, node in saved}
-        self._left |= kept
-        left = {block for name in kept for block in kept[name] if block.kind == "activations"}
-        self.saved_bytes += sum(block.size for block in left)
+        self._left[index] = kept
+        saved_blocks = {block for name in kept for block in kept[name]}
+        self.saved_bytes += sum(b.size for b in saved_blocks if b.kind == "activations")
 
-    def _blocks(self, graph: Graph) -> dict[Node, Blocks]:
+    def _blocks(self, graph: Graph, left: dict[str, Blocks]) -> dict[Node, Blocks]:
         """The memory in which each node's value lies; none for what is resident anyway."""
         kinds = _kinds(graph)
         blocks: dict[Node, Blocks] = {}
@@ -184,7 +192,7 @@ class _Walk:
             sources = [block for source in node.all_input_nodes for block in blocks[source]]
             if node.op == "placeholder":
                 tangent = graph.stage == "backward" and node.name.startswith("tangents")
-                blocks[node] = _new(node, kinds) if tangent else self._left.get(node.name, ())
+                blocks[node] = _new(node, kinds) if tangent else left.get(node.name, ())
             elif node.op == "output" or node.op == "get_attr":
                 blocks[node] = ()
             elif node.target is operator.getitem and not is_view(node):

@@ -5,10 +5,12 @@ Rules of one graph look at the graph alone; rules of a change compare it with wh
 the pass.
 """
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -222,7 +224,7 @@ def new_nodes_have_values(change: Change) -> Iterator[Node]:
 
 
 def new_nodes_are_what_they_say(change: Change) -> Iterator[Node]:
-    """A new or changed node has a fake value of the shape and dtype that its op gives."""
+    """A new or changed node has a fake value of the shape, strides and dtype that its op gives."""
     before, after = change.before, change.after
     for node, call in after.calls.items():
         same = _same_call(before.calls.get(node), call)
@@ -246,7 +248,8 @@ def _computed(node: Node) -> Any:
 
 def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return tuple(map(str, value.shape)), value.dtype, value.device
+        strides = value.stride() if value.layout == torch.strided else ()
+        return (*map(str, (*value.shape, *strides)), value.dtype, value.device)
     if isinstance(value, (list, tuple)):
         return tuple(map(_described, value))
     return type(value)
@@ -279,10 +282,12 @@ def compute_is_unchanged(change: Change) -> Iterator[Node]:
 def outputs_are_unchanged(change: Change) -> Iterator[Node]:
     """A pass leaves what the graph returns as it was: results, saved values and gradients."""
     before, after = change.before.values.outputs, change.after.values.outputs
-    fits = before == after
-    if change.computes:
-        fits = len(before) == len(after) and all(map(_stand_for_the_same, before, after))
-    if not fits:
+    equal = _stand_for_the_same if change.computes else operator.eq
+    nodes = change.graph.outputs()
+    for was, now, node in zip(before, after, nodes, strict=False):
+        if not equal(was, now):
+            yield node if isinstance(node, Node) else change.graph.output()
+    if len(before) != len(after):
         yield change.graph.output()
 
 

@@ -40,6 +40,7 @@ class Meeting:
         self.rank = rank
         self._store = None if len(ranks) == 1 else _open_round(ranks, rank)
         self._agreed: list[str] = []
+        self._broken: RankError | None = None
 
     def agree(self, make: Callable[[], T], text: Callable[[T], str]) -> T:
         """Run `make` on every rank and compare `text` of the results.
@@ -86,13 +87,20 @@ class Meeting:
         text = "\n".join(collectives)
         if self._store is None or not text or text in self._agreed:
             return
+        if self._broken is not None:
+            # What ranks have said of this graph stays in the store, and may mislead them now.
+            raise RankError(f"these ranks have disagreed before: {self._broken}")
         seconds = config.graph_timeout_s
         late = (
             f"compiled no graph to match within {seconds:g} s, while this rank compiled one with "
             f"collectives that it had not had before:\n{text}\nRanks must take the same branches "
             "of the model, in the same order (the time is ZGRAPH_GRAPH_TIMEOUT_S)"
         )
-        self._compare(self._graph_store(self._store), text, "compiling a graph", late, seconds)
+        try:
+            self._compare(self._graph_store(self._store), text, "compiling a graph", late, seconds)
+        except RankError as error:
+            self._broken = error
+            raise
         self._agreed.append(text)
 
     def failed(self, error: Exception) -> None:
@@ -134,7 +142,10 @@ class Meeting:
 
     def _difference(self, mine: str, other: int, theirs: str, doing: str) -> RankError:
         pairs = zip_longest(mine.splitlines(), theirs.splitlines(), fillvalue="nothing")
-        here, there = next((one.strip(), line.strip()) for one, line in pairs if one != line)
+        here, there = next(
+            ((one.strip(), line.strip()) for one, line in pairs if one != line),
+            ("this", "something else by now"),
+        )
         what, cure = (
             ("plans", "Build the same model and pass list on every rank")
             if doing == "zg.compile"

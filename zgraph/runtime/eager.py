@@ -39,6 +39,11 @@ class EagerReads:
         self._whole: Tensor | None = None
         self._named: set[str] = set()
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the modules that read parameters outside captured code."""
+        return tuple(sorted(self._named))
+
     def whole(self, flat: FlatShard) -> Tensor:
         """The gathered buffer of `flat` in compute dtype, 1-D.
 
