@@ -37,10 +37,10 @@ def model(module: nn.Module) -> None:
                 f"{name} is a {type(parameter).__name__}; zg.compile shards plain nn.Parameters "
                 "only (a module inside a compiled model has ShardedParameters already)"
             )
-    _no_optimizer_yet(module)
 
 
-def _no_optimizer_yet(module: nn.Module) -> None:
+def no_optimizer_yet(module: nn.Module) -> None:
+    """Raise `ModelError` if an optimizer holds parameters that are about to be replaced."""
     own = set(module.parameters())
     if _optimizers_of(own):
         gc.collect()  # one that only a cycle or an old traceback keeps alive trains nothing

@@ -99,6 +99,7 @@ def _prepare(
 ) -> tuple[Pipeline, Plan]:
     """The finished plan; everything that can be wrong with the arguments is raised here."""
     checks.model(model)
+    checks.no_optimizer_yet(model)
     device = _device(mesh, model)
     choose(backend, device.type)
     check_materialisable(model)

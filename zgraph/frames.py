@@ -25,7 +25,7 @@ from zgraph.config import config
 from zgraph.errors import ModelError, RankError
 from zgraph.ir import ops, show
 from zgraph.ir.graph import Graph, Stage
-from zgraph.ir.verify import Snapshot, verify
+from zgraph.ir.verify import Snapshot, verify, verify_graph
 from zgraph.layout import Layout
 from zgraph.lowering import lower
 from zgraph.passes.base import Hook, Pass
@@ -272,7 +272,7 @@ class FrameCompiler:
         before = Snapshot.of(graph) if config.verify else None
         if before is not None and graph.stage in ("forward", "backward"):
             # Tags of the joint graph say what is recomputed; here it shows whether they did.
-            verify(graph, plan, "the joint passes, once partitioned,", before, False)
+            verify_graph(graph, plan, "the joint passes, once partitioned,")
         for item in self._capture.passes:
             if not item.has(hook):
                 continue

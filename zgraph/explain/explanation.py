@@ -89,7 +89,8 @@ class Explanation:
         return text
 
     def __str__(self) -> str:
-        console = Console(width=120, color_system=None)
+        # What passes print of themselves has brackets, which rich would take for its markup.
+        console = Console(width=120, color_system=None, markup=False, emoji=False)
         with console.capture() as shown:
             console.print(self.tables())
         return shown.get()

@@ -172,6 +172,7 @@ def _number(graph: Graph) -> tuple[dict[Node, int], list[Node]]:
     of: dict[Node, int] = {}
     impure: list[Node] = []
     drawn: Counter[Any] = Counter()
+    impurity: dict[Any, tuple[bool, bool]] = {}  # by op: whether it draws or writes; it writes
     owner: dict[Node, Node] = {}  # the node that made the memory of a view, or of what is written
     alike: dict[Node, list[Node]] = {}  # by that node: all that share the memory
     slots = {
@@ -201,12 +202,15 @@ def _number(graph: Graph) -> tuple[dict[Node, int], list[Node]]:
             key = node.op, node.target
         else:
             key = str(node.target), _key(of, node.args), _key(of, node.kwargs)
-        if node.op == "call_function" and node.is_impure():
+        if node.op == "call_function" and node.target not in impurity:
+            impurity[node.target] = node.is_impure(), bool(written_by(node))
+        acts, writes = impurity.get(node.target, (False, False))
+        if acts:
             impure.append(node)
             key = key, drawn[key]
             drawn[key[0]] += 1
         of[node] = value = hash(key)
-        written = written_by(node)
+        written = written_by(node) if writes else []
         shared: Node = written[0] if written else source if is_view(node) else node
         owner[node] = owner.get(shared) or node
         alike.setdefault(owner[node], []).append(node)
