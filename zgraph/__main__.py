@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from rich.console import Console
@@ -79,8 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--fused", action="store_true", help="count memory as of a compiler that fuses"
     )
-    stages = ["joint", "forward", "backward", "inference"]
-    command.add_argument("--text", action="append", default=[], choices=stages)
+    command.add_argument("--text", action="append", default=[], choices=get_args(Stage))
     command.add_argument("--diff", action="append", default=[], metavar="PASS")
     command.add_argument("--html", type=Path, metavar="FILE", help="write the pass explorer")
     return parser
@@ -164,11 +163,7 @@ def _loaded(file: Path) -> ModuleType:
 
 def _print_texts(captured: Captured, stage: Stage) -> None:
     """The graphs at a stage, frame after frame."""
-    frames = [
-        index
-        for index, frame in enumerate(captured.frames)
-        if any(step.graph.stage == stage for step in frame.history)
-    ]
+    frames = [index for index, frame in enumerate(captured.frames) if stage in frame.stages]
     for index in frames or [0]:  # the first frame's error says which stages there are
         print(captured.graph(stage, frame=index))
 
@@ -178,8 +173,7 @@ def _print_diffs(captured: Captured, name: str) -> None:
     known: list[str] = []
     printed = False
     for index, frame in enumerate(captured.frames):
-        stages: list[Stage] = list(dict.fromkeys(step.graph.stage for step in frame.history))
-        for stage in stages:
+        for stage in frame.stages:
             for step in captured.steps(stage, index)[1:]:
                 known.append(step.made_by)
                 if is_called(step, name):

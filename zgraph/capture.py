@@ -28,13 +28,14 @@ from zgraph.errors import GraphError, ModelError, PassError, nearest
 from zgraph.frames import Capture, Frame, Step
 from zgraph.ir import show
 from zgraph.ir.graph import Graph, Stage
+from zgraph.ir.nodes import bytes_in
 from zgraph.layout import Layout, lay_out
 from zgraph.passes import Partition, Pass
 from zgraph.plan import Plan
 from zgraph.runtime import casts
 from zgraph.runtime.collectives import planned
 from zgraph.runtime.eager import EagerReads
-from zgraph.runtime.sharding import shard_twin
+from zgraph.runtime.sharding import shard_model
 from zgraph.runtime.storage import Groups
 
 
@@ -71,10 +72,10 @@ class Captured:
         """
         if not 0 <= frame < len(self.frames):
             raise GraphError(f"frame {frame}: this call has {len(self.frames)}, counted from 0")
-        history = self.frames[frame].history
-        found = [step for step in history if step.graph.stage == stage]
+        chosen = self.frames[frame]
+        found = [step for step in chosen.history if step.graph.stage == stage]
         if not found:
-            stages = ", ".join(dict.fromkeys(step.graph.stage for step in history))
+            stages = ", ".join(chosen.stages)
             raise GraphError(f"frame {frame} has no {stage} graph; it has {stages}")
         return found
 
@@ -153,7 +154,7 @@ def capture(
     with torch.inference_mode(False):
         twin, call_args, call_kwargs = _fakes(mode, device_type, model, args, dict(kwargs or {}))
     with torch.inference_mode(False), mode:
-        shards = shard_twin(twin, plan, layout, groups, torch.device(device_type), reads)
+        shards = shard_model(twin, plan, layout, groups, torch.device(device_type), reads)
         casts.install(twin, plan)
         backend = AotEager()
         traced = Capture(pipeline.passes, plan, layout, groups, shards, backend, keeps_history=True)
@@ -173,8 +174,8 @@ def capture(
         groups,
         tuple(traced.frames),
         type(model).__name__,
-        buffer_bytes=_bytes(list(model.buffers())),
-        input_bytes=_bytes((args, kwargs)),
+        buffer_bytes=bytes_in(list(model.buffers())),
+        input_bytes=bytes_in((args, kwargs)),
         outside=reads.modules,
     )
 
@@ -265,9 +266,11 @@ def _fakes(
             return nn.Parameter(empty, tensor.requires_grad)
         return empty.requires_grad_(tensor.requires_grad)
 
+    for part in model.modules():
+        for tensor in _tensors_of(part):
+            fake(tensor)
     # deepcopy asks its memo first, by identity: so tensors are replaced, and not copied.
-    held = [value for part in model.modules() for value in _tensors_of(part)]
-    twin = _copied(model, {id(tensor): fake(tensor) for tensor in held})
+    twin = _copied(model, dict(fakes))
     for old, new in zip(model.parameters(), twin.parameters(), strict=True):
         for key, value in vars(old).items():
             setattr(new, key, value)
@@ -288,8 +291,3 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
     held = (module._parameters, module._buffers, vars(module))
     leaves = (value for values in held for value in pytree.tree_leaves(dict(values)))
     return [cast(Tensor, value) for value in leaves if isinstance(value, Tensor)]
-
-
-def _bytes(values: Any) -> int:
-    tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
-    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)

@@ -24,7 +24,11 @@ from zgraph.plan import Axis, Plan, describe, units_covering
 from zgraph.runtime import casts
 from zgraph.runtime.agree import Meeting
 from zgraph.runtime.eager import EagerReads
-from zgraph.runtime.sharding import check_materialisable, shard_model
+from zgraph.runtime.sharding import (
+    check_materialisable,
+    repeat_first_replicas,
+    shard_model,
+)
 from zgraph.runtime.storage import FlatShard, Groups
 
 
@@ -86,6 +90,7 @@ def compile(
     shards: dict[str, FlatShard] = {}
     if mesh is not None or _changes_dtypes(plan):
         shards = shard_model(model, plan, layout, groups, device, reads)
+        repeat_first_replicas(shards)
         casts.install(model, plan)
     compiler = choose(backend, device.type)
     capture = Capture(pipeline.passes, plan, layout, groups, shards, compiler, meeting)
@@ -162,23 +167,19 @@ def _groups(mesh: DeviceMesh | None, plan: Plan) -> Groups:
     """Group names of the plan's axes. An axis of one rank needs no collective, so no group."""
     if mesh is None or plan.shard is None:
         return Groups()
-    names: dict[str, str] = {}
-    for axis in (plan.shard, plan.replicate):
-        if axis is not None and axis.size > 1:
-            names[axis.name] = mesh.get_group(axis.name).group_name
+    several = [axis.name for axis in plan.axes if axis.size > 1]
+    names = {name: mesh.get_group(name).group_name for name in several}
     return groups_of(plan, names, mesh.get_local_rank(plan.shard.name))
 
 
 def groups_of(plan: Plan, names: Mapping[str, str], shard_rank: int) -> Groups:
     """The groups of a plan's axes, from the group's name of each axis that has several ranks."""
-    axes = [axis for axis in (plan.shard, plan.replicate) if axis is not None]
-    split = plan.shard is not None and plan.shard.name in names
     return Groups(
-        shard=names[plan.shard.name] if plan.shard is not None and split else "",
+        shard=names.get(plan.shard.name, "") if plan.shard is not None else "",
         replicate=names.get(plan.replicate.name, "") if plan.replicate is not None else "",
-        shard_rank=shard_rank if split else 0,
-        shard_size=plan.shard_size if split else 1,
-        axes=tuple((names[axis.name], axis.name, axis.size) for axis in axes if axis.name in names),
+        shard_rank=shard_rank,
+        shard_size=plan.shard_size,
+        axes=tuple((names[axis.name], axis) for axis in plan.axes if axis.name in names),
     )
 
 

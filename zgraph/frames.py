@@ -110,6 +110,11 @@ class Frame:
     history: list[Step] = field(default_factory=list)
     compiled: Callable[..., Any] = lambda *inputs: inputs
 
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages of the kept steps, in order."""
+        return list(dict.fromkeys(step.graph.stage for step in self.history))
+
     def __call__(self, *inputs: Any) -> Any:
         if not (torch.is_grad_enabled() and self.trained):
             return self.compiled(*inputs)

@@ -82,10 +82,32 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class UnitSize:
+    """One unit: its elements, and the bytes of it that a rank keeps and that it gathers."""
+
+    numel: int
+    shard_bytes: int
+    gathered_bytes: int
+
+
+@dataclass(frozen=True)
 class Layout:
     """All buffers of a model, in the order of its units."""
 
     buffers: tuple[Buffer, ...]
+
+    def unit(self, name: str) -> list[Buffer]:
+        """The buffers of one unit."""
+        return [buffer for buffer in self.buffers if buffer.unit == name]
+
+    def size(self, unit: str) -> UnitSize:
+        """The size of one unit."""
+        buffers = self.unit(unit)
+        return UnitSize(
+            numel=sum(slot.numel for buffer in buffers for slot in buffer.slots),
+            shard_bytes=sum(buffer.shard_bytes for buffer in buffers),
+            gathered_bytes=sum(buffer.gathered_bytes for buffer in buffers),
+        )
 
     def slots(self) -> Iterator[tuple[Buffer, Slot]]:
         """Every buffer with each of its slots."""

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from zgraph.ir import ops
-from zgraph.ir.graph import Graph, arguments
+from zgraph.ir.graph import Graph
+from zgraph.ir.nodes import arguments
 from zgraph.runtime import collectives
 
 _c10d = torch.ops._c10d_functional

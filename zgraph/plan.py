@@ -21,6 +21,9 @@ class Axis:
     name: str
     size: int
 
+    def __str__(self) -> str:
+        return f"{self.name}={self.size}"
+
 
 @dataclass(frozen=True)
 class ParameterPlan:
@@ -124,6 +127,11 @@ class Plan:
         return 1 if self.shard is None else self.shard.size
 
     @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The mesh axes in use, outermost first; none in one process without a mesh."""
+        return tuple(axis for axis in (self.replicate, self.shard) if axis is not None)
+
+    @property
     def names(self) -> dict[str, ParameterPlan]:
         """Parameters by canonical name."""
         return {parameter.name: parameter for parameter in self.parameters}
@@ -140,6 +148,10 @@ class Plan:
     def partitioned(self) -> Iterator[ParameterPlan]:
         """Parameters that zgraph looks after, in registration order."""
         return (parameter for parameter in self.parameters if parameter.partitioned)
+
+    def ignored(self) -> Iterator[ParameterPlan]:
+        """Parameters that every rank keeps as they are, in registration order."""
+        return (parameter for parameter in self.parameters if not parameter.partitioned)
 
     def module(self, name: str) -> ModulePlan:
         """The module called `name`. Raises `ModelError` with the nearest names."""
@@ -165,7 +177,7 @@ class Plan:
         """The plan as lines that ranks compare; equal plans give equal text."""
         lines = [f"passes: {' '.join(self.passes)}"]
         for label, axis in (("shard", self.shard), ("replicate", self.replicate)):
-            lines.append(f"{label}: {axis.name}={axis.size}" if axis else f"{label}: none")
+            lines.append(f"{label}: {axis or 'none'}")
         lines.append(
             f"reshard_after_forward={self.reshard_after_forward} "
             f"keep_between_uses={self.keep_between_uses} "
@@ -177,8 +189,7 @@ class Plan:
         for unit in self.units:
             lines.append(f"unit {unit.name}: modules {', '.join(unit.modules) or 'none'}")
             lines.extend(f"  {_parameter_line(names[name])}" for name in unit.parameters)
-        rest = [p for p in self.parameters if not p.partitioned]
-        lines.extend(f"ignored {_parameter_line(parameter)}" for parameter in rest)
+        lines.extend(f"ignored {_parameter_line(parameter)}" for parameter in self.ignored())
         return "\n".join(lines)
 
 

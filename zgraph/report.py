@@ -78,14 +78,14 @@ class Report:
         reduces = Counter(name for g in step for name in g.reduces)
         rows = []
         for unit in self.plan.units:
-            buffers = [b for b in self.layout.buffers if b.unit == unit.name]
+            buffers, size = self.layout.unit(unit.name), self.layout.size(unit.name)
             rows.append(
                 UnitReport(
                     name=unit.name,
                     parameters=len(unit.parameters),
-                    numel=sum(slot.numel for b in buffers for slot in b.slots),
-                    shard_bytes=sum(b.shard_bytes for b in buffers),
-                    gathered_bytes=sum(b.gathered_bytes for b in buffers),
+                    numel=size.numel,
+                    shard_bytes=size.shard_bytes,
+                    gathered_bytes=size.gathered_bytes,
                     gathers=sum(gathers[b.name] for b in buffers),
                     scatters=sum(scatters[b.name] for b in buffers),
                     reduces=sum(reduces[b.name] for b in buffers),

@@ -2,16 +2,9 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from zgraph.ir import ops
-from zgraph.ir.graph import Graph, Stage, bytes_of
-
-KINDS: dict[Any, str] = {
-    ops.gather: "all-gather",
-    ops.scatter: "reduce-scatter",
-    ops.reduce: "all-reduce",
-}
+from zgraph.ir.graph import Graph, Stage
 
 
 @dataclass(frozen=True)
@@ -38,13 +31,13 @@ def collectives(graphs: Iterable[Graph]) -> list[Collective]:
     totals: dict[tuple[str, Stage, str, str, int], tuple[int, int]] = {}
     for graph in graphs:
         for node in graph.starts():
-            axis, _, ranks = graph.axis_of(node).rpartition("=")
-            if not axis:
+            axis = graph.axis_of(node)
+            if axis is None:
                 continue  # one rank: nothing is sent
-            key = graph.unit_of(node), graph.stage, KINDS[node.target], axis, int(ranks)
+            unit, kind = graph.unit_of(node), ops.STARTS[node.target]
+            key = unit, graph.stage, kind, axis.name, axis.size
             count, sent = totals.get(key, (0, 0))
-            whole = bytes_of(node if node.target is ops.gather else node.all_input_nodes[0])
-            totals[key] = count + 1, sent + sent_bytes(key[2], whole, int(ranks))
+            totals[key] = count + 1, sent + sent_bytes(kind, graph.moved_bytes(node), axis.size)
     return [Collective(*key, *total) for key, total in totals.items()]
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from torch.fx import Node
 
@@ -11,7 +11,8 @@ from zgraph.explain import tables
 from zgraph.explain.timeline import Machine, timeline
 from zgraph.frames import Step
 from zgraph.ir import ops, show
-from zgraph.ir.graph import Graph, is_view
+from zgraph.ir.graph import Graph, Stage
+from zgraph.ir.nodes import is_view
 from zgraph.layout import Layout
 from zgraph.plan import Plan
 
@@ -30,13 +31,11 @@ _KINDS: dict[Any, str] = {
 def data(explanation: "Explanation") -> dict[str, Any]:
     """Everything that the page shows, as JSON values."""
     plan, memory = explanation.plan, explanation.memory
-    axes = [axis for axis in (plan.replicate, plan.shard) if axis is not None]
-    over = " × ".join(f"{axis.name}={axis.size}" for axis in axes) or "one rank"
     return {
-        "title": f"{explanation.name} over {over}",
+        "title": f"{explanation.name} over {tables.mesh(plan)}",
         "plan": {
             "passes": list(plan.passes),
-            "axes": [{"name": axis.name, "ranks": axis.size} for axis in axes],
+            "axes": [{"name": axis.name, "ranks": axis.size} for axis in plan.axes],
             "facts": _facts(plan),
             "units": _units(plan, explanation.layout),
         },
@@ -84,14 +83,14 @@ def _units(plan: Plan, layout: Layout) -> list[dict[str, Any]]:
     names = plan.names
     units = []
     for unit in plan.units:
-        buffers = [buffer for buffer in layout.buffers if buffer.unit == unit.name]
+        size = layout.size(unit.name)
         parameters = [names[name] for name in unit.parameters]
         units.append(
             {
                 "name": unit.name,
-                "numel": sum(p.numel for p in parameters),
-                "shard_bytes": sum(b.shard_bytes for b in buffers),
-                "gathered_bytes": sum(b.gathered_bytes for b in buffers),
+                "numel": size.numel,
+                "shard_bytes": size.shard_bytes,
+                "gathered_bytes": size.gathered_bytes,
                 "parameters": [
                     {
                         "name": p.name,
@@ -179,7 +178,7 @@ def _named_histories(explanation: "Explanation") -> Iterator[tuple[str, list[Ste
     histories = [
         [step for step in history if step.graph.stage == stage and step.made_by != "lower"]
         for history in explanation.history
-        for stage in ("joint", "forward", "backward", "inference")
+        for stage in get_args(Stage)
     ]
     found = [steps for steps in histories if steps]
     return zip(_names([steps[-1].graph for steps in found]), found, strict=True)
@@ -187,12 +186,10 @@ def _named_histories(explanation: "Explanation") -> Iterator[tuple[str, list[Ste
 
 def _diffs(program: str, steps: list[Step]) -> Iterator[dict[str, Any]]:
     for before, after in pairwise(steps):
-        diff = [[tag, text] for tag, text in show.changes(before.graph, after.graph)]
+        changes = list(show.changes(before.graph, after.graph))
+        lines = [(tag, line) for tag, line in changes if isinstance(line, show.Line)]
         # A statement that left one place and stands in another was moved.
-        codes = {
-            tag: Counter(text.rpartition(" | ")[0].rstrip() for kind, text in diff if kind == tag)
-            for tag in "+-"
-        }
+        codes = {sign: Counter(line.code for tag, line in lines if tag == sign) for sign in "+-"}
         moved = codes["+"] & codes["-"]
         yield {
             "name": after.made_by,
@@ -201,5 +198,5 @@ def _diffs(program: str, steps: list[Step]) -> Iterator[dict[str, Any]]:
             "added": (codes["+"] - moved).total(),
             "removed": (codes["-"] - moved).total(),
             "moved": moved.total(),
-            "diff": diff,
+            "diff": [[tag, str(line)] for tag, line in changes],
         }

@@ -19,6 +19,7 @@ from zgraph.explain.timeline import Machine
 from zgraph.frames import Frame, Step
 from zgraph.ir import show
 from zgraph.ir.graph import Graph
+from zgraph.ir.nodes import bytes_in
 from zgraph.layout import Layout
 from zgraph.plan import Plan
 from zgraph.runtime.storage import Groups
@@ -163,7 +164,7 @@ def _captured(
     frames: Sequence[Frame],
     outside: tuple[str, ...],
 ) -> Captured:
-    buffers = sum(b.numel() * b.dtype.itemsize for b in model.buffers())
+    buffers = bytes_in(list(model.buffers()))
     return Captured(plan, layout, groups, tuple(frames), type(model).__name__, buffers, 0, outside)
 
 
@@ -182,7 +183,7 @@ def _explained(captured: Captured, states: int, fused: bool, machine: Machine) -
             captured.buffer_bytes,
             captured.input_bytes,
             fused,
-            captured.plan.parameters,
+            captured.plan.ignored(),
         ),
         tuple(tuple(frame.history) for frame in captured.frames),
         machine,

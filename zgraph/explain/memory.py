@@ -7,15 +7,15 @@ appear.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
-from zgraph.ir.graph import Graph, Stage, is_cast, is_view
+from zgraph.ir.graph import Graph, Stage
+from zgraph.ir.nodes import bytes_in, is_cast, is_view
 from zgraph.layout import Layout
 from zgraph.lowering import lower
 from zgraph.plan import ParameterPlan
@@ -99,7 +99,7 @@ def memory(
     buffer_bytes: int = 0,
     input_bytes: int = 0,
     fused: bool = False,
-    ignored: Sequence[ParameterPlan] = (),
+    ignored: Iterable[ParameterPlan] = (),
 ) -> Memory:
     """Follow one step through its scheduled graphs: forwards in order, then backwards in reverse.
 
@@ -118,8 +118,7 @@ def memory(
     for index in (*forwards, *backwards):
         walk.run(index, graphs[index])
     trained = {name for graph in graphs for name in graph.trained}
-    whole = [p for p in ignored if not p.partitioned]
-    wholes = [(p.numel * p.dtype.itemsize, p.requires_grad) for p in whole]
+    wholes = [(p.numel * p.dtype.itemsize, p.requires_grad) for p in ignored]
     learnt = sum(size for size, trains in wholes if trains)
     states = sum(b.shard_bytes for b in layout.buffers if b.requires_grad) + learnt
     return Memory(
@@ -212,8 +211,7 @@ class _Walk:
 def _new(node: Node, kinds: dict[Node, Kind]) -> Blocks:
     value = node.meta.get("val")
     tensors = value if isinstance(value, (list, tuple)) else [value]
-    sizes = [t.numel() * t.dtype.itemsize if isinstance(t, Tensor) else 0 for t in tensors]
-    return tuple(_Block(int(size), kinds.get(node, "temporary")) for size in sizes)
+    return tuple(_Block(bytes_in(t), kinds.get(node, "temporary")) for t in tensors)
 
 
 def _kinds(graph: Graph) -> dict[Node, Kind]:

@@ -10,21 +10,25 @@ from zgraph.layout import Layout
 from zgraph.plan import Plan
 
 
+def mesh(plan: Plan) -> str:
+    """The mesh of a plan: "replicate=4 × shard=8"."""
+    return " × ".join(map(str, plan.axes)) or "one rank"
+
+
 def units(plan: Plan, layout: Layout) -> Table:
     """Units with the bytes that a rank keeps and gathers."""
-    axes = [f"{axis.name}={axis.size}" for axis in (plan.replicate, plan.shard) if axis]
     table = _table(
-        f"plan: {' '.join(plan.passes)}, over {' × '.join(axes) or 'one rank'}",
+        f"plan: {' '.join(plan.passes)}, over {mesh(plan)}",
         ["unit"],
         ["elements", "bytes per rank", "bytes gathered"],
     )
     for unit in plan.units:
-        buffers = [buffer for buffer in layout.buffers if buffer.unit == unit.name]
+        size = layout.size(unit.name)
         table.add_row(
             unit.name,
-            f"{sum(slot.numel for buffer in buffers for slot in buffer.slots):,}",
-            f"{sum(buffer.shard_bytes for buffer in buffers):,}",
-            f"{sum(buffer.gathered_bytes for buffer in buffers):,}",
+            f"{size.numel:,}",
+            f"{size.shard_bytes:,}",
+            f"{size.gathered_bytes:,}",
         )
     return table
 

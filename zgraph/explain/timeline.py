@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
-from zgraph.explain.collectives import KINDS, sent_bytes
+from zgraph.explain.collectives import sent_bytes
 from zgraph.ir import ops
-from zgraph.ir.graph import Graph, bytes_of, is_view
+from zgraph.ir.graph import Graph
+from zgraph.ir.nodes import bytes_in, is_view
+from zgraph.plan import Axis
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,11 @@ class Span:
 def timeline(graph: Graph, machine: Machine) -> list[Span]:
     """One span for each node of a scheduled graph, in program order."""
     now = 0.0
-    free: dict[str, float] = {}  # when the collectives of an axis are done
+    free: dict[Axis | None, float] = {}  # when the collectives of an axis are done
     done: dict[Node, float] = {}
     spans = []
     for node in graph.fx.nodes:
-        if node.target in KINDS:
+        if node.target in ops.STARTS:
             axis = graph.axis_of(node)
             start = max(now, free.get(axis, 0.0))
             done[node] = free[axis] = start + _collective_us(graph, node, machine)
@@ -82,18 +84,17 @@ def timeline(graph: Graph, machine: Machine) -> list[Span]:
 
 
 def _collective_us(graph: Graph, node: Node, machine: Machine) -> float:
-    ranks = int(graph.axis_of(node).rpartition("=")[2] or 1)
-    if ranks == 1:
+    axis = graph.axis_of(node)
+    if axis is None:
         return 0.0
-    whole = bytes_of(node if node.target is ops.gather else node.all_input_nodes[0])
-    sent = sent_bytes(KINDS[node.target], whole, ranks)
+    sent = sent_bytes(ops.STARTS[node.target], graph.moved_bytes(node), axis.size)
     return max(machine.latency_us, sent / machine.link_bytes * 1e6)
 
 
 def _compute_us(node: Node, machine: Machine) -> float:
     if node.op != "call_function" or is_view(node) or "val" not in node.meta:
         return 0.0
-    moved = sum(map(_bytes, (node.meta["val"], *(n.meta.get("val") for n in node.all_input_nodes))))
+    moved = bytes_in([other.meta.get("val") for other in (node, *node.all_input_nodes)])
     rate = machine.half_flops if _is_half(node.meta["val"]) else machine.full_flops
     return max(moved / machine.memory_bytes, _flops(node) / rate) * 1e6
 
@@ -105,12 +106,6 @@ def _flops(node: Node) -> float:
     args: Any = torch.fx.map_arg(node.args, lambda source: source.meta["val"])
     kwargs: Any = torch.fx.map_arg(node.kwargs, lambda source: source.meta["val"])
     return float(count(*args, **kwargs, out_val=node.meta["val"]))
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return int(value.numel()) * value.dtype.itemsize
-    return sum(map(_bytes, value)) if isinstance(value, Sequence) else 0
 
 
 def _is_half(value: Any) -> bool:

@@ -4,55 +4,23 @@ It knows the dialect of `zgraph.ir.ops`: which node gathers which buffer, who re
 gathered bytes are alive. Everything else is reachable as `graph.fx`.
 """
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
-from zgraph._torch import CheckpointPolicy, OpOverload, detect_fake_mode, pytree
+from zgraph._torch import CheckpointPolicy
 from zgraph.errors import GraphError, nearest
 from zgraph.ir import ops, show
+from zgraph.ir.nodes import arguments, bytes_of, fake_result, is_cast, is_view
 from zgraph.layout import Buffer, Layout
+from zgraph.plan import Axis
 from zgraph.runtime.storage import Groups
 
 Stage = Literal["joint", "forward", "backward", "inference"]
-
-_CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
-# Ops that return a view of their input without saying so in their schema.
-_UNMARKED_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
-
-
-def is_view(node: Node) -> bool:
-    """Whether the node's result shares memory with its first input."""
-    target = node.target
-    if node.op != "call_function":
-        return False
-    if target is operator.getitem:  # one of the views that a split returns
-        return is_view(node.all_input_nodes[0])
-    return target in _UNMARKED_VIEWS or (isinstance(target, OpOverload) and target.is_view)
-
-
-def is_cast(node: Node) -> bool:
-    """Whether the node only changes its input's dtype."""
-    return node.op == "call_function" and node.target in _CASTS
-
-
-def arguments(node: Node) -> tuple[Any, ...]:
-    """The node's positional arguments, of the types that the op's schema says."""
-    return node.args
-
-
-def bytes_of(node: Node) -> int:
-    """Bytes of the node's result, a tensor of static size."""
-    value: Tensor = node.meta["val"]
-    return int(value.numel()) * value.dtype.itemsize
-
 
 # The partitioner saves a recomputed node that a checkpointed region of a higher number reads, so
 # that regions do not recompute each other. Parameters are read by regions of any number.
@@ -149,7 +117,7 @@ class Graph:
 
     def starts(self) -> list[Node]:
         """Starts of any collective, in program order."""
-        return self.nodes(ops.gather, ops.scatter, ops.reduce)
+        return self.nodes(*ops.STARTS)
 
     def waits(self) -> list[Node]:
         """Waits for any of these, in program order."""
@@ -157,9 +125,8 @@ class Graph:
 
     def compute(self) -> list[Node]:
         """Nodes that compute: neither views nor nodes of the dialect, in program order."""
-        own = {*ops.BUFFER_ARGUMENT, ops.wait}
         calls = (node for node in self.fx.nodes if node.op == "call_function")
-        return [node for node in calls if node.target not in own and not is_view(node)]
+        return [node for node in calls if node.target not in ops.DIALECT and not is_view(node)]
 
     def units(self) -> list[str]:
         """Names of the units that the graph gathers, in order of their first gather."""
@@ -222,8 +189,8 @@ class Graph:
         return found
 
     def tail(self, start: Node) -> list[Node]:
-        """What follows the start of a gradient's collective, to the output: its wait, casts, and
-        with HSDP one more collective and wait."""
+        """What follows a pack, or the start of a gradient's collective, to the output: waits,
+        casts, and with HSDP a second collective. It ends before a node that is read twice."""
         found: list[Node] = []
         node = start
         while len(node.users) == 1 and (node := next(iter(node.users))).op != "output":
@@ -286,10 +253,13 @@ class Graph:
         """Most gathered bytes alive at any node."""
         return max((total for _, total in self.live_bytes()), default=0)
 
-    def axis_of(self, node: Node) -> str:
-        """Mesh axis of a collective's start, with its ranks: "shard=8"; "" for one rank."""
-        group = str(node.args[ops.GROUP_ARGUMENT[node.target]])
-        return self.groups.axis(group)
+    def axis_of(self, start: Node) -> Axis | None:
+        """Mesh axis that a collective crosses; None for one rank."""
+        return self.groups.axis(str(start.args[ops.GROUP_ARGUMENT[start.target]]))
+
+    def moved_bytes(self, start: Node) -> int:
+        """Bytes of the whole buffer that a collective gathers, or of the gradient it reduces."""
+        return bytes_of(start if start.target is ops.gather else start.all_input_nodes[0])
 
     def text(self) -> str:
         """The program as Python-like code; see `zgraph.ir.show`."""
@@ -312,7 +282,7 @@ class Graph:
         self._own(before)
         with self.fx.inserting_before(before):
             node = self.fx.create_node("call_function", target, args, name=name)
-        node.meta["val"] = self._fake(target, args)
+        node.meta["val"] = fake_result(target, args, {})
         node.meta["zgraph"] = {"role": role, "pass": self._stamp}
         return node
 
@@ -380,21 +350,6 @@ class Graph:
                     f"{node.name} is not a node of this {self.stage} graph; nodes of an earlier "
                     "call, of another graph, or erased ones cannot be edited here"
                 )
-
-    def _fake(self, target: Any, args: Sequence[Any]) -> Any:
-        return fake_result(target, args, {})
-
-
-def fake_result(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What calling `target` on the nodes' fake values gives: shapes and dtypes without data."""
-    given = (tuple(args), dict(kwargs))
-    values = pytree.tree_map_only(Node, lambda node: node.meta["val"], given)
-    tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-    mode = detect_fake_mode(tensors)
-    if mode is None:
-        raise GraphError(f"{target} was called on values without a fake tensor mode")
-    with mode:
-        return target(*values[0], **values[1])
 
 
 def _tag(nodes: Iterable[Node], policy: CheckpointPolicy) -> None:

@@ -178,7 +178,8 @@ scatter = torch.ops.zgraph.scatter.default
 reduce = torch.ops.zgraph.reduce.default
 wait = torch.ops.zgraph.wait.default
 
-STARTS = (gather, scatter, reduce)
+# The ops that start a collective, by its usual name.
+STARTS: dict[Any, str] = {gather: "all-gather", scatter: "reduce-scatter", reduce: "all-reduce"}
 # Where an op's arguments name its buffer, and its process group.
 BUFFER_ARGUMENT: dict[Any, int] = {
     parameter: 2,
@@ -189,4 +190,5 @@ BUFFER_ARGUMENT: dict[Any, int] = {
     scatter: 1,
     reduce: 1,
 }
+DIALECT = frozenset((*BUFFER_ARGUMENT, wait))
 GROUP_ARGUMENT: dict[Any, int] = {parameter: 7, gradient: 7, gather: 4, scatter: 2, reduce: 2}

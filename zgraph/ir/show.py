@@ -42,11 +42,6 @@ _SHORT = {
     torch.uint8: "u8",
     torch.bool: "bool",
 }
-_COLLECTIVE: dict[Any, str] = {
-    ops.gather: "all-gather",
-    ops.scatter: "reduce-scatter",
-    ops.reduce: "all-reduce",
-}
 # Arguments of the dialect's ops that the note at the right of a statement says better.
 _SHOWN_ARGUMENTS: dict[Any, int] = {
     ops.gather: 1,
@@ -125,10 +120,10 @@ def diff(before: Graph, after: Graph, context: int = 2) -> str:
 
     Statements are compared without the live bytes, and shown with them.
     """
-    return "\n".join(f"{tag}{text}" for tag, text in changes(before, after, context))
+    return "\n".join(f"{tag}{line}" for tag, line in changes(before, after, context))
 
 
-def changes(before: Graph, after: Graph, context: int = 2) -> Iterator[tuple[str, str]]:
+def changes(before: Graph, after: Graph, context: int = 2) -> Iterator[tuple[str, Line | str]]:
     """The lines of `diff`: ("@", where), (" ", unchanged), ("-", removed), ("+", added)."""
     old, new = lines(before), lines(after)
     matcher = difflib.SequenceMatcher(
@@ -138,10 +133,10 @@ def changes(before: Graph, after: Graph, context: int = 2) -> Iterator[tuple[str
         yield "@", f" {new[min(group[0][3], len(new) - 1)].module or 'model'}"
         for tag, old_start, old_stop, new_start, new_stop in group:
             if tag == "equal":
-                yield from ((" ", str(line)) for line in new[new_start:new_stop])
+                yield from ((" ", line) for line in new[new_start:new_stop])
                 continue
-            yield from (("-", str(line)) for line in old[old_start:old_stop])
-            yield from (("+", str(line)) for line in new[new_start:new_stop])
+            yield from (("-", line) for line in old[old_start:old_stop])
+            yield from (("+", line) for line in new[new_start:new_stop])
 
 
 def module_of(node: Node) -> str:
@@ -185,21 +180,17 @@ def _note(graph: Graph, node: Node) -> str:
     if node.target not in _SHOWN_ARGUMENTS:
         return ""
     buffer = str(node.args[ops.BUFFER_ARGUMENT[node.target]])
-    value = node.meta["val"]
     if node.target is ops.pack:
         return f"gradients of {buffer}"
     if node.target is ops.whole:
         return f"{buffer}, kept whole"
-    source: Any = node.all_input_nodes[0]
-    moved = value if node.target is ops.gather else source.meta["val"]
-    size = f"{moved.numel() * moved.dtype.itemsize:,} B {_SHORT.get(moved.dtype, moved.dtype)}"
-    axis = graph.axis_of(node) or "one rank"
-    return f"{_COLLECTIVE[node.target]} {buffer}, {size}, {axis}"
+    size = f"{graph.moved_bytes(node):,} B {_shown(node.meta['val'].dtype)}"
+    return f"{ops.STARTS[node.target]} {buffer}, {size}, {graph.axis_of(node) or 'one rank'}"
 
 
 def _type(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{_SHORT.get(value.dtype, value.dtype)}[{', '.join(map(str, value.shape))}]"
+        return f"{_shown(value.dtype)}[{', '.join(map(str, value.shape))}]"
     if isinstance(value, Sequence):
         return f"({', '.join(map(_type, value))})"
     return type(value).__name__ if value is not None else "None"

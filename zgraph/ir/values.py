@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from zgraph._torch import pytree
 from zgraph.ir import ops
-from zgraph.ir.graph import Graph, arguments, is_cast, is_view
+from zgraph.ir.graph import Graph
+from zgraph.ir.nodes import arguments, is_cast, is_view, summands, written_by
 from zgraph.plan import Plan
 
-DIALECT = frozenset((*ops.BUFFER_ARGUMENT, ops.wait))
 _aten = torch.ops.aten
 
 
@@ -61,7 +60,7 @@ def values(graph: Graph) -> Values:
             needed += [output] if isinstance(output, Node) else []
     compute: dict[int, list[Node]] = {}
     for node in _upstream(needed):
-        if node.op == "call_function" and node.target not in DIALECT and not is_view(node):
+        if node.op == "call_function" and node.target not in ops.DIALECT and not is_view(node):
             compute.setdefault(of[node], []).append(node)
     return Values(of, compute, tuple(outputs), tuple((of[node], node) for node in impure))
 
@@ -121,8 +120,8 @@ def gradients_in(graph: Graph, flat: Node) -> Iterator[tuple[str, Node]]:
     """
     if flat.target is ops.gradient:
         yield str(flat.args[1]), flat.all_input_nodes[0]
-    elif _summands(flat):
-        terms = [list(gradients_in(graph, term)) for term in _summands(flat)]
+    elif summands(flat):
+        terms = [list(gradients_in(graph, term)) for term in summands(flat)]
         if all(terms):
             yield from (gradient for term in terms for gradient in term)
     elif flat.target is ops.pack:
@@ -138,33 +137,11 @@ def gradients_in(graph: Graph, flat: Node) -> Iterator[tuple[str, Node]]:
 
 def _terms(grad: Node) -> Iterator[Node]:
     """What `Partition` added up to make one parameter's gradient; see its role "sum"."""
-    if _summands(grad) and grad.meta.get("zgraph", {}).get("role") == "sum":
-        for term in _summands(grad):
+    if summands(grad) and grad.meta.get("zgraph", {}).get("role") == "sum":
+        for term in summands(grad):
             yield from _terms(term)
     else:
         yield grad
-
-
-def _summands(node: Node) -> tuple[Node, ...]:
-    """The two nodes, or twice the one, whose plain sum the node is; () if it is something else."""
-    plain = node.target is _aten.add.Tensor and len(node.args) == 2 and not node.kwargs
-    nodes = tuple(arg for arg in node.args if isinstance(arg, Node)) if plain else ()
-    return nodes if len(nodes) == 2 else ()
-
-
-def schema_of(node: Node) -> Any:
-    """The schema of a torch op; None of another function."""
-    return getattr(node.target, "_schema", None)
-
-
-def written_by(node: Node) -> list[Node]:
-    """The nodes whose memory a call writes."""
-    schema = schema_of(node)
-    if schema is None or not schema.is_mutable:
-        return []
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
-    written = [given.get(a.name) for a in schema.arguments if a.is_write]
-    return [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, Node)]
 
 
 def _number(graph: Graph) -> tuple[dict[Node, int], list[Node]]:

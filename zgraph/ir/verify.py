@@ -16,8 +16,9 @@ from torch.fx import Node
 
 from zgraph.errors import GraphError
 from zgraph.ir import ops, show
-from zgraph.ir.graph import Graph, arguments, fake_result, is_cast, is_view
-from zgraph.ir.values import Change, Snapshot, gradients_in, schema_of, written_by
+from zgraph.ir.graph import Graph
+from zgraph.ir.nodes import arguments, fake_result, is_cast, is_view, schema_of, written_by
+from zgraph.ir.values import Change, Snapshot, gradients_in
 from zgraph.layout import Buffer
 from zgraph.plan import Plan
 
@@ -146,14 +147,13 @@ def gradients_are_averaged_once(graph: Graph, plan: Plan) -> Iterator[Node]:
         if buffer.reduce_dtype != buffer.master_dtype:
             wanted.append(buffer.master_dtype)
         found: list[Any] = []
-        node = pack
-        while len(node.users) == 1 and node not in outputs:
-            (node,) = node.users
+        tail = graph.tail(pack)
+        for node in tail:
             if node.target in (ops.scatter, ops.reduce):
                 found.append((node.target, *node.args[1:]))
             elif is_cast(node):
                 found.append(node.meta["val"].dtype)
-        if found != wanted or node not in outputs:
+        if found != wanted or [pack, *tail][-1] not in outputs:
             yield pack
 
 

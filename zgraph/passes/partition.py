@@ -9,7 +9,8 @@ from torch import fx
 
 from zgraph.errors import PassError, nearest
 from zgraph.ir import ops
-from zgraph.ir.graph import Graph, arguments, is_cast
+from zgraph.ir.graph import Graph
+from zgraph.ir.nodes import arguments, is_cast, summands
 from zgraph.layout import Buffer
 from zgraph.passes.base import Pass
 from zgraph.plan import Plan
@@ -143,21 +144,19 @@ def _insert_scatters(graph: Graph) -> None:
     for index, node in enumerate(outputs):
         if not isinstance(node, fx.Node):
             continue
-        gradients = _summands(node)
+        gradients = _gradients_in(node)
         if not gradients:
             continue
         outputs[index] = _insert_scatter(graph, gradients)
     graph.set_outputs(outputs)
 
 
-def _summands(node: fx.Node) -> list[fx.Node]:
+def _gradients_in(node: fx.Node) -> list[fx.Node]:
     """The `gradient` nodes whose sum `node` is; none if it is something else."""
     if node.target is ops.gradient:
         return [node]
-    if node.target is not torch.ops.aten.add.Tensor:
-        return []
-    terms = [_summands(term) for term in node.args[:2] if isinstance(term, fx.Node)]
-    return [leaf for term in terms for leaf in term] if len(terms) == 2 and all(terms) else []
+    terms = [_gradients_in(term) for term in summands(node)]
+    return [leaf for term in terms for leaf in term] if all(terms) else []
 
 
 def _insert_scatter(graph: Graph, gradients: list[fx.Node]) -> fx.Node:
@@ -212,7 +211,7 @@ def _pipeline_scatters(graph: Graph) -> None:
     So one packed gradient is in flight while the next unit's backward runs. An HSDP all-reduce
     follows one unit later still, by the same rule.
     """
-    chains = [_segments(pack) for pack in graph.packs()]
+    chains = [_segments(graph, pack) for pack in graph.packs()]
     for chain in chains:
         latest = max(chain[0][0].all_input_nodes)
         for node in reversed(chain[0]):
@@ -226,11 +225,10 @@ def _pipeline_scatters(graph: Graph) -> None:
                 graph.move_before(node, anchor)
 
 
-def _segments(pack: fx.Node) -> list[list[fx.Node]]:
+def _segments(graph: Graph, pack: fx.Node) -> list[list[fx.Node]]:
     """The chain from a pack, cut before each wait: [[pack, scatter], [wait, reduce], [wait]]."""
-    segments, node = [[pack]], pack
-    while len(node.users) == 1:
-        (node,) = node.users
+    segments = [[pack]]
+    for node in graph.tail(pack):
         if node.target is ops.wait:
             segments.append([node])
         elif node.target in (ops.scatter, ops.reduce) or is_cast(node):

@@ -5,7 +5,7 @@ into the flat shard, and freed, so that a rank never holds more than its shards 
 what the model itself held before.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -34,24 +34,12 @@ def shard_model(
 ) -> dict[str, FlatShard]:
     """Replace the partitioned parameters of `model` by `ShardedParameter`s, in place.
 
+    There are no collectives in it, so the mesh need not exist; `repeat_first_replicas` follows
+    where it does.
+
     Returns:
         The flat shards by buffer name.
     """
-    shards = shard_twin(model, plan, layout, groups, device, eager_reads)
-    for flat in shards.values():
-        _repeat_first_replica(flat)
-    return shards
-
-
-def shard_twin(
-    model: nn.Module,
-    plan: Plan,
-    layout: Layout,
-    groups: Groups,
-    device: torch.device,
-    eager_reads: EagerReads,
-) -> dict[str, FlatShard]:
-    """`shard_model` without its collectives: of a model with fake tensors, or of one rank."""
     owners = _owners(model, plan)
     shards: dict[str, FlatShard] = {}
     for unit in plan.units:
@@ -158,16 +146,16 @@ def _piece(flat: FlatShard, slot: Slot) -> tuple[torch.Tensor, Piece, FlatShard,
     return flat.piece(slot), piece, flat, flat.buffer.requires_grad
 
 
-def _repeat_first_replica(flat: FlatShard) -> None:
+def repeat_first_replicas(shards: Mapping[str, FlatShard]) -> None:
     """What lies on several ranks must be equal: the first rank's values count.
 
     Slices of one buffer may come from differently seeded ranks; copies of one slice may not.
     """
-    groups = (flat.groups.shard if flat.buffer.persistent else "", flat.groups.replicate)
-    for name in groups:
-        if name:
-            group = group_by_name(name)
-            dist.broadcast(flat.data.detach(), dist.get_global_rank(group, 0), group=group)
+    for flat in shards.values():
+        for name in (flat.groups.shard if flat.buffer.persistent else "", flat.groups.replicate):
+            if name:
+                group = group_by_name(name)
+                dist.broadcast(flat.data.detach(), dist.get_global_rank(group, 0), group=group)
 
 
 def _install(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zgraph.layout import Buffer, Slot
+from zgraph.plan import Axis
 
 if TYPE_CHECKING:
     from zgraph.runtime.eager import EagerReads
@@ -24,18 +25,18 @@ class Groups:
         replicate: group over which shards are repeated; "" for none.
         shard_rank: this rank's number in the shard group.
         shard_size: ranks of the shard group.
-        axes: (group, mesh axis, number of ranks) of each group.
+        axes: (group, mesh axis) of each group.
     """
 
     shard: str = ""
     replicate: str = ""
     shard_rank: int = 0
     shard_size: int = 1
-    axes: tuple[tuple[str, str, int], ...] = ()
+    axes: tuple[tuple[str, Axis], ...] = ()
 
-    def axis(self, group: str) -> str:
-        """Mesh axis of a group with its ranks, "shard=8"; "" for no group, or one not of these."""
-        return next((f"{axis}={ranks}" for name, axis, ranks in self.axes if name == group), "")
+    def axis(self, group: str) -> Axis | None:
+        """Mesh axis of a group; None for no group, or one not of these."""
+        return dict(self.axes).get(group)
 
     def gather_group(self, buffer: Buffer) -> str:
         """Group that gathers and scatters `buffer`; "" if it lies whole on every rank."""
