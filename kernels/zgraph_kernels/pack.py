@@ -9,33 +9,90 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zgraph_kernels.launch import casts, is_supported, run_flat, run_rows
+from zgraph_kernels.layout import packed
+from zgraph_kernels.library import define
+
+
+def reference(
+    tensors: Sequence[Tensor],
+    offsets: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
+    scale: float = 1.0,
+) -> Tensor:
+    """`pack` in plain torch."""
+    _check(tensors, offsets, numel)
+    buffer = tensors[0].new_zeros(numel, dtype=dtype)
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        place = buffer[offset : offset + tensor.numel()].view(tensor.shape)
+        place.copy_(scaled(tensor, scale))
+    return buffer
+
+
+def scaled(tensor: Tensor, scale: float) -> Tensor:
+    """`tensor * scale` in fp32, or in fp64 if it is; not yet rounded."""
+    if scale == 1:
+        return tensor
+    return (tensor if tensor.dtype == torch.float64 else tensor.float()) * scale
+
+
+def triton(
+    tensors: Sequence[Tensor],
+    offsets: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
+    scale: float = 1.0,
+) -> Tensor:
+    """`pack` through generated kernels: one for contiguous tensors, up to 64 a launch, and one for
+    each of other strides, which it reads as they lie."""
+    buffer = tensors[0].new_empty(numel, dtype=dtype)
+    if not is_supported(buffer, *tensors):
+        return reference(tensors, offsets, numel, dtype, scale)
+    first = tensors[0]
+    if len(tensors) == 1 and first.numel() == numel and first.is_contiguous():
+        _check(tensors, offsets, numel)
+        steps = casts(first.dtype, dtype, scale != 1)
+        run_flat("pack", first, buffer, numel, steps, scalars=() if scale == 1 else (scale,))
+    else:
+        run_rows("pack", _check(tensors, offsets, numel), buffer, tensors, scale)
+    return buffer
+
+
+def _check(tensors: Sequence[Tensor], offsets: Sequence[int], numel: int):
+    return packed(tuple(tensor.numel() for tensor in tensors), tuple(offsets), numel)
+
+
+def _fake(tensors, offsets, numel, dtype, scale=1.0):
+    return tensors[0].new_empty(numel, dtype=dtype)
+
+
+op = define(
+    "pack(Tensor[] tensors, int[] offsets, SymInt numel, ScalarType dtype, float scale=1.0)"
+    " -> Tensor",
+    reference,
+    triton,
+    _fake,
+)
+
 
 def pack(
-    tensors: Sequence[Tensor], offsets: Sequence[int], numel: int, dtype: torch.dtype
+    tensors: Sequence[Tensor],
+    offsets: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
+    scale: float = 1.0,
 ) -> Tensor:
     """Copy `tensors` into a new 1-D buffer, each flattened at its offset, with zeros between.
-
-    The definition, in plain torch; it runs on every device.
 
     Args:
         tensors: at least one, of any shapes, strides and dtypes, all on one device.
         offsets: where each starts, in elements; ranges must not overlap.
         numel: elements of the buffer.
         dtype: dtype of the buffer; values are cast as `Tensor.to` casts.
+        scale: factor for every element, applied in fp32 (in fp64 to fp64) before the cast.
 
     Raises:
-        ValueError: lengths differ, or a tensor would end behind the buffer.
+        ValueError: lengths differ, tensors overlap, or one would end outside the buffer.
     """
-    if len(tensors) != len(offsets):
-        raise ValueError(
-            f"pack: {len(tensors)} tensors and {len(offsets)} offsets; give one for each"
-        )
-    buffer = tensors[0].new_zeros(numel, dtype=dtype)
-    for tensor, offset in zip(tensors, offsets, strict=True):
-        if offset < 0 or offset + tensor.numel() > numel:
-            raise ValueError(
-                f"pack: elements {offset}..{offset + tensor.numel()} end outside a buffer of "
-                f"{numel} elements"
-            )
-        buffer[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
-    return buffer
+    return op(tensors, offsets, numel, dtype, scale)

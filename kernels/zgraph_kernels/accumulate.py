@@ -1,0 +1,61 @@
+"""accumulate: a reduce-scatter's output, scaled and added into the flat gradient.
+
+Bytes moved: `value` is read once, `into` read and written once; bound by memory bandwidth.
+"""
+
+import torch
+from torch import Tensor
+
+from zgraph_kernels.launch import is_supported, run_flat
+from zgraph_kernels.library import define
+from zgraph_kernels.pack import scaled
+from zgraph_kernels.steps import Accumulate, Cast, Scale, Step
+
+
+def reference(into: Tensor, value: Tensor, scale: float = 1.0) -> None:
+    """`accumulate` in plain torch."""
+    _check(into, value)
+    into.copy_(into + scaled(value, scale).to(into.dtype))
+
+
+def triton(into: Tensor, value: Tensor, scale: float = 1.0) -> None:
+    """`accumulate` through one generated kernel."""
+    _check(into, value)
+    if not (is_supported(into, value) and into.is_contiguous() and value.is_contiguous()):
+        return reference(into, value, scale)
+    steps: tuple[Step, ...] = (Cast(value.dtype, into.dtype), Accumulate())
+    if scale != 1:
+        wide = torch.float64 if value.dtype == torch.float64 else torch.float32
+        steps = (Scale(value.dtype), Cast(wide, into.dtype), Accumulate())
+    scalars = () if scale == 1 else (scale,)
+    run_flat("accumulate", value, into, into.numel(), steps, scalars=scalars)
+    return None
+
+
+def _check(into: Tensor, value: Tensor) -> None:
+    if into.shape != value.shape:
+        raise ValueError(
+            f"accumulate: a value of shape {list(value.shape)} cannot be added into one of shape "
+            f"{list(into.shape)}; they must be equal"
+        )
+
+
+def _fake(into, value, scale=1.0):
+    _check(into, value)
+
+
+op = define(
+    "accumulate(Tensor(a!) into, Tensor value, float scale=1.0) -> ()",
+    reference,
+    triton,
+    _fake,
+)
+
+
+def accumulate(into: Tensor, value: Tensor, scale: float = 1.0) -> None:
+    """`into += value * scale`: scaled in fp32 (fp64 in fp64), rounded to `into`'s dtype, added.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    op(into, value, scale)

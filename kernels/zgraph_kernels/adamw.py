@@ -1,0 +1,136 @@
+"""adamw_flat: the AdamW step over a flat shard, which also writes the next gather's copy.
+
+Bytes moved an element of an fp32 shard with a bf16 copy: 16 read (gradient, parameter, two moments),
+14 written; bound by memory bandwidth. A step and a cast behind it move 34.
+"""
+
+from math import log2
+
+import torch
+from torch import Tensor
+
+from zgraph_kernels.launch import is_supported, run_flat
+from zgraph_kernels.library import define
+from zgraph_kernels.steps import AdamW
+
+
+def reference(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    low: Tensor | None,
+    lr: float,
+    lr_tensor: Tensor | None,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """`adamw_flat` in plain torch."""
+    _check(param, grad, exp_avg, exp_avg_sq, step, low)
+    rate = lr if lr_tensor is None else lr_tensor.float()
+    count = step.double()
+    correction1, correction2 = (1 - beta1**count).float(), (1 - beta2**count).float()
+    grad = grad.float()
+    exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    root = exp_avg_sq.sqrt() / correction2.sqrt() + eps
+    kept = param.float() * (1 - rate * weight_decay)
+    param.copy_(kept - rate / correction1 * exp_avg / root)
+    if low is not None:
+        low.copy_(param)
+
+
+def triton(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    low: Tensor | None,
+    lr: float,
+    lr_tensor: Tensor | None,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """`adamw_flat` through one generated kernel."""
+    _check(param, grad, exp_avg, exp_avg_sq, step, low)
+    copies = () if low is None else (low,)
+    flat = all(t.is_contiguous() for t in (param, grad, exp_avg, exp_avg_sq, *copies))
+    if not (flat and is_supported(param, grad, *copies)):
+        return reference(
+            param, grad, exp_avg, exp_avg_sq, step, low,
+            lr, lr_tensor, beta1, beta2, eps, weight_decay,
+        )
+    adamw = AdamW(param.dtype, None if low is None else low.dtype, lr_tensor is not None)
+    rates = () if lr_tensor is None else (lr_tensor,)
+    rate = (lr,) if lr_tensor is None else ()
+    operands = (exp_avg, exp_avg_sq, step, *rates, *copies)
+    factors = (beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay)
+    scalars = (log2(beta1), log2(beta2), *rate, *factors)
+    run_flat("adamw_flat", grad, param, param.numel(), (adamw,), operands, scalars, tile=2048)
+    return None
+
+
+def _check(param, grad, exp_avg, exp_avg_sq, step, low) -> None:
+    names = ("grad", "exp_avg", "exp_avg_sq", "low")
+    for name, tensor in zip(names, (grad, exp_avg, exp_avg_sq, low), strict=True):
+        if tensor is not None and tensor.shape != param.shape:
+            raise ValueError(
+                f"adamw_flat: {name} has shape {list(tensor.shape)}, param {list(param.shape)}; "
+                "they must be equal"
+            )
+    for name, tensor in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        if tensor.dtype != torch.float32:
+            raise ValueError(f"adamw_flat: {name} is {tensor.dtype}; it must be torch.float32")
+    if step.numel() != 1:
+        raise ValueError(f"adamw_flat: step has {step.numel()} elements; give one number")
+
+
+def _fake(param, grad, exp_avg, exp_avg_sq, step, low, *numbers) -> None:
+    _check(param, grad, exp_avg, exp_avg_sq, step, low)
+
+
+op = define(
+    "adamw_flat(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq,"
+    " Tensor step, Tensor(d!)? low, float lr, Tensor? lr_tensor, float beta1, float beta2,"
+    " float eps, float weight_decay) -> ()",
+    reference,
+    triton,
+    _fake,
+)
+
+
+def adamw_flat(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    low: Tensor | None = None,
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+) -> None:
+    """One step of AdamW, in place, as `torch.optim.AdamW` counts it.
+
+    Args:
+        param: a flat shard; fp32, or a lower dtype, in which it is then rounded at each step.
+        grad: of the same shape, in any dtype.
+        exp_avg, exp_avg_sq: the moments, fp32.
+        step: number of this step, from 1, on the device: torch's `state["step"]` once increased.
+        low: where the new parameter also goes, cast; the shard that is gathered next.
+        lr: a number, or a one-element tensor on the device. A CUDA graph keeps a number as it was
+            at capture, and reads a tensor anew.
+
+    Raises:
+        ValueError: shapes differ, or the moments are not fp32.
+    """
+    rate, tensor = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
+    op(param, grad, exp_avg, exp_avg_sq, step, low, rate, tensor, *betas, eps, weight_decay)
