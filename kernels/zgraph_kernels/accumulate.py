@@ -3,13 +3,15 @@
 Bytes moved: `value` is read once, `into` read and written once; bound by memory bandwidth.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from zgraph_kernels.launch import is_supported, run_flat
+from zgraph_kernels.launch import FlatKernel, casts, is_supported
 from zgraph_kernels.library import define
 from zgraph_kernels.pack import scaled
-from zgraph_kernels.steps import Accumulate, Cast, Scale, Step
+from zgraph_kernels.steps import Accumulate
 
 
 def reference(into: Tensor, value: Tensor, scale: float = 1.0) -> None:
@@ -23,13 +25,14 @@ def triton(into: Tensor, value: Tensor, scale: float = 1.0) -> None:
     _check(into, value)
     if not (is_supported(into, value) and into.is_contiguous() and value.is_contiguous()):
         return reference(into, value, scale)
-    steps: tuple[Step, ...] = (Cast(value.dtype, into.dtype), Accumulate())
-    if scale != 1:
-        wide = torch.float64 if value.dtype == torch.float64 else torch.float32
-        steps = (Scale(value.dtype), Cast(wide, into.dtype), Accumulate())
     scalars = () if scale == 1 else (scale,)
-    run_flat("accumulate", value, into, into.numel(), steps, scalars=scalars)
+    _kernel(value.dtype, into.dtype, scale != 1)(into.numel(), (value, into), *scalars)
     return None
+
+
+@cache
+def _kernel(value: torch.dtype, into: torch.dtype, scaled: bool) -> FlatKernel:
+    return FlatKernel("accumulate", (*casts(value, into, scaled), Accumulate()))
 
 
 def _check(into: Tensor, value: Tensor) -> None:
@@ -40,7 +43,7 @@ def _check(into: Tensor, value: Tensor) -> None:
         )
 
 
-def _fake(into, value, scale=1.0):
+def _fake(into: Tensor, value: Tensor, scale: float = 1.0) -> None:
     _check(into, value)
 
 

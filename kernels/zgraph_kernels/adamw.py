@@ -1,15 +1,16 @@
 """adamw_flat: the AdamW step over a flat shard, which also writes the next gather's copy.
 
-Bytes moved an element of an fp32 shard with a bf16 copy: 16 read (gradient, parameter, two moments),
-14 written; bound by memory bandwidth. A step and a cast behind it move 34.
+Bytes moved an element of an fp32 shard with a bf16 copy: 16 read (gradient, parameter, both
+moments), 14 written; bound by memory bandwidth. A step with a cast behind it moves 34.
 """
 
+from functools import cache
 from math import log2
 
 import torch
 from torch import Tensor
 
-from zgraph_kernels.launch import is_supported, run_flat
+from zgraph_kernels.launch import FlatKernel, is_supported
 from zgraph_kernels.library import define
 from zgraph_kernels.steps import AdamW
 
@@ -63,20 +64,42 @@ def triton(
     flat = all(t.is_contiguous() for t in (param, grad, exp_avg, exp_avg_sq, *copies))
     if not (flat and is_supported(param, grad, *copies)):
         return reference(
-            param, grad, exp_avg, exp_avg_sq, step, low,
-            lr, lr_tensor, beta1, beta2, eps, weight_decay,
+            param,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            step,
+            low,
+            lr,
+            lr_tensor,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
         )
-    adamw = AdamW(param.dtype, None if low is None else low.dtype, lr_tensor is not None)
     rates = () if lr_tensor is None else (lr_tensor,)
+    tensors = (grad, param, exp_avg, exp_avg_sq, step, *rates, *copies)
     rate = (lr,) if lr_tensor is None else ()
-    operands = (exp_avg, exp_avg_sq, step, *rates, *copies)
     factors = (beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay)
-    scalars = (log2(beta1), log2(beta2), *rate, *factors)
-    run_flat("adamw_flat", grad, param, param.numel(), (adamw,), operands, scalars, tile=2048)
+    kernel = _kernel(param.dtype, None if low is None else low.dtype, lr_tensor is not None)
+    kernel(param.numel(), tensors, log2(beta1), log2(beta2), *rate, *factors)
     return None
 
 
-def _check(param, grad, exp_avg, exp_avg_sq, step, low) -> None:
+@cache
+def _kernel(param: torch.dtype, low: torch.dtype | None, lr_in_memory: bool) -> FlatKernel:
+    # Three more buffers are read than by other kernels: half as many elements of each in flight.
+    return FlatKernel("adamw_flat", (AdamW(param, low, lr_in_memory),), tile=1024)
+
+
+def _check(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    low: Tensor | None,
+) -> None:
     names = ("grad", "exp_avg", "exp_avg_sq", "low")
     for name, tensor in zip(names, (grad, exp_avg, exp_avg_sq, low), strict=True):
         if tensor is not None and tensor.shape != param.shape:
@@ -91,7 +114,15 @@ def _check(param, grad, exp_avg, exp_avg_sq, step, low) -> None:
         raise ValueError(f"adamw_flat: step has {step.numel()} elements; give one number")
 
 
-def _fake(param, grad, exp_avg, exp_avg_sq, step, low, *numbers) -> None:
+def _fake(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    low: Tensor | None,
+    *numbers: float,
+) -> None:
     _check(param, grad, exp_avg, exp_avg_sq, step, low)
 
 

@@ -1,7 +1,7 @@
 """chunk_cat: gradients into the rank-major input of FSDP2's reduce-scatter, cast, scaled, padded.
 
-See Note [Rows] in `layout`. Bytes moved: `sum(numel_i * itemsize_i) + ranks * row * itemsize`; bound
-by memory bandwidth.
+See Note [Rows] in `layout`. Bytes moved: `sum(numel_i * itemsize_i) + ranks * row * itemsize`;
+bound by memory bandwidth.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from zgraph_kernels.launch import is_supported, run_rows
-from zgraph_kernels.layout import sharded
+from zgraph_kernels.layout import Rows, sharded
 from zgraph_kernels.library import define
 from zgraph_kernels.pack import scaled
 
@@ -25,28 +25,24 @@ def reference(
         rows = -(-tensor.shape[0] // ranks) * ranks
         padded = tensor.new_zeros(rows, *tensor.shape[1:], dtype=dtype)
         padded[: tensor.shape[0]].copy_(scaled(tensor, scale))
-        parts.append(rearrange(padded.flatten(1) if padded.ndim > 1 else padded[:, None],
-                               "(rank row) column -> rank (row column)", rank=ranks))
+        parts.append(rearrange(padded, "(rank row) ... -> rank (row ...)", rank=ranks))
     return torch.cat(parts, dim=1)
 
 
-def triton(
-    tensors: Sequence[Tensor], ranks: int, dtype: torch.dtype, scale: float = 1.0
-) -> Tensor:
+def triton(tensors: Sequence[Tensor], ranks: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     """`chunk_cat` through generated kernels, as `pack`."""
-    rows = _rows(tensors, ranks)
-    buffer = tensors[0].new_empty(ranks, rows.row_numel, dtype=dtype)
+    buffer = _fake(tensors, ranks, dtype)
     if not is_supported(buffer, *tensors):
         return reference(tensors, ranks, dtype, scale)
-    run_rows("chunk_cat", rows, buffer, tensors, scale)
+    run_rows("chunk_cat", ranks, lambda: _rows(tensors, ranks), buffer, tensors, scale)
     return buffer
 
 
-def _rows(tensors, ranks):
+def _rows(tensors: Sequence[Tensor], ranks: int) -> Rows:
     return sharded(tuple(tensor.shape for tensor in tensors), ranks)
 
 
-def _fake(tensors, ranks, dtype, scale=1.0):
+def _fake(tensors: Sequence[Tensor], ranks: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     return tensors[0].new_empty(ranks, _rows(tensors, ranks).row_numel, dtype=dtype)
 
 

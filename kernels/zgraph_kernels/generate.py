@@ -19,6 +19,7 @@ import inspect
 import linecache
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,10 @@ from zgraph_kernels.steps import Step
 
 MOST_ADDRESSES = 64
 """Tensors of one launch. See Note [Addresses]."""
+
+TILE, WARPS = 2048, 4
+"""Elements and warps of a program, unless a kernel says otherwise: 16 elements a thread are enough
+loads in flight on Hopper, and larger tiles lose a few percent (kernels/README.md)."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +89,8 @@ class Kernel:
     destination: Flat | Tensors
     steps: tuple[Step, ...]
     aligned: bool = True
-    tile: int = 8192
-    warps: int = 8
+    tile: int = TILE
+    warps: int = WARPS
 
     @property
     def text(self) -> str:
@@ -106,7 +111,7 @@ def _function(kernel: Kernel) -> Any:
     text = kernel.text
     # Triton reads a function's source back by its file. This one lies in linecache, as do those of
     # other generated functions in Python; an entry without a time is never checked against a disk.
-    file = f"<zgraph_kernels {kernel}>"
+    file = f"<zgraph_kernels {kernel.name} {sha256(repr(kernel).encode()).hexdigest()[:12]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     module = ModuleType("zgraph_kernels.generated")
     exec(compile(text, file, "exec"), module.__dict__)
@@ -116,7 +121,8 @@ def _function(kernel: Kernel) -> Any:
     names = list(inspect.signature(function).parameters)
     tensors = names[: len(_operands(kernel))]
     general = names[len(tensors) :] if kernel.aligned else names
-    return triton.jit(function, do_not_specialize=general)
+    options: dict[str, Any] = {"do_not_specialize": general}
+    return triton.jit(function, **options)
 
 
 def _operands(kernel: Kernel) -> list[str]:
@@ -151,12 +157,13 @@ def _linear(kernel: Kernel) -> str:
         part = ["index = start + lane", "part = index < numel", "filled = part"]
     else:
         numbers = []
+        # The table is read again at the next launch: it is the last to leave the cache.
         where = [
             "row = tiles + tl.program_id(0).to(tl.int64) * 4",
-            "number = tl.load(row)",
-            "start = tl.load(row + 1)",
-            "place = tl.load(row + 2)",
-            "count = tl.load(row + 3)",
+            "number = tl.load(row, eviction_policy='evict_last')",
+            "start = tl.load(row + 1, eviction_policy='evict_last')",
+            "place = tl.load(row + 2, eviction_policy='evict_last')",
+            "count = tl.load(row + 3, eviction_policy='evict_last')",
             "tensor = t0",
             *(f"tensor = tl.where(number == {n}, t{n}, tensor)" for n in range(1, tensors.count)),
             # Padding takes the masked way, with a mask that loads nothing.

@@ -8,36 +8,55 @@ stream. What belongs to shapes is kept as long as the process, because a capture
 at any time; models have few shapes.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from zgraph_kernels.generate import MOST_ADDRESSES, Flat, Kernel, Strided, Tensors
+from zgraph_kernels.generate import (
+    MOST_ADDRESSES,
+    TILE,
+    WARPS,
+    Flat,
+    Kernel,
+    Strided,
+    Tensors,
+)
 from zgraph_kernels.layout import Dim, Rows, collapsed
 from zgraph_kernels.steps import TRITON_DTYPES, Cast, Scale, Step
+
+_NO_TILES = np.empty((0, 4), np.int64)
 
 
 class Launcher:
     """A compiled kernel on one device.
 
     Triton looks at every argument of an ordinary launch to choose a specialisation. Here it is
-    known after the first, which is half of the time that a launch takes.
+    known after the first, which is a third of the time that a launch takes.
     """
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel, device: int) -> None:
         self.kernel = kernel
+        self._device = device
         self._function = kernel.function()
         self._compiled: Any = None
 
     def __call__(self, programs: int, tensors: Sequence[Tensor], *numbers: float) -> None:
-        """Run `programs` programs on the current stream."""
+        """Run `programs` programs on the current stream of the device; -1 is the CPU."""
         if not programs:
             return
+        if self._device >= 0 and torch.cuda.current_device() != self._device:
+            with torch.cuda.device(self._device):
+                self._launch(programs, tensors, numbers)
+        else:
+            self._launch(programs, tensors, numbers)
+
+    def _launch(self, programs: int, tensors: Sequence[Tensor], numbers: Sequence[float]) -> None:
         if self._compiled is None:
             launch = self._function[(programs,)]
             self._compiled = launch(*tensors, *numbers, num_warps=self.kernel.warps)
@@ -46,20 +65,14 @@ class Launcher:
             self._compiled[(programs, 1, 1)](*addresses, *numbers)
 
 
-@cache
-def launcher(kernel: Kernel, device: torch.device) -> Launcher:
-    """The launcher of a kernel whose compiled form depends on its description alone."""
-    return Launcher(kernel)
-
-
 def is_supported(*tensors: Tensor) -> bool:
     """Whether kernels exist for these tensors' dtypes."""
     return all(tensor.dtype in TRITON_DTYPES for tensor in tensors)
 
 
-def is_aligned(tensor: Tensor) -> bool:
-    """Whether a tensor starts at a multiple of 16 bytes."""
-    return tensor.data_ptr() % 16 == 0
+def are_aligned(tensors: Sequence[Tensor]) -> bool:
+    """Whether all start at multiples of 16 bytes."""
+    return not any(tensor.data_ptr() & 15 for tensor in tensors)
 
 
 def casts(source: torch.dtype, to: torch.dtype, scaled: bool) -> tuple[Step, ...]:
@@ -70,35 +83,38 @@ def casts(source: torch.dtype, to: torch.dtype, scaled: bool) -> tuple[Step, ...
     return (Scale(source), Cast(wide, to))
 
 
-def run_flat(
-    name: str,
-    source: Tensor,
-    destination: Tensor,
-    numel: int,
-    steps: tuple[Step, ...],
-    operands: Sequence[Tensor] = (),
-    scalars: Sequence[float] = (),
-    pairs: tuple[bool, bool] = (False, False),
-    tile: int = 8192,
-    warps: int = 8,
-) -> None:
-    """One kernel from one contiguous buffer to another, both on one device.
+class FlatKernel:
+    """A kernel from one contiguous buffer to another, with its launchers.
 
-    Args:
-        numel: elements to move.
-        operands, scalars: those of the steps, in order.
-        pairs: whether a byte of source, and of destination, holds two elements.
+    Attributes:
+        description: what it does, for addresses that are aligned.
     """
-    tensors = (source, destination, *operands)
-    aligned = all(map(is_aligned, tensors))
-    kernel = Kernel(name, Flat(pairs[0]), Flat(pairs[1]), steps, aligned, tile, warps)
-    with on_device_of(source):
-        launcher(kernel, source.device)(-(-numel // tile), tensors, numel, *scalars)
 
+    def __init__(
+        self,
+        name: str,
+        steps: tuple[Step, ...],
+        source: Flat = Flat(),  # noqa: B008  a frozen value
+        destination: Flat = Flat(),  # noqa: B008
+        tile: int = TILE,
+        warps: int = WARPS,
+    ) -> None:
+        self.description = Kernel(name, source, destination, steps, True, tile, warps)
+        self._launchers: dict[tuple[int, bool], Launcher] = {}
 
-def on_device_of(tensor: Tensor) -> Any:
-    """A context in which the device of `tensor` is the current one; Triton launches there."""
-    return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
+    def __call__(self, numel: int, tensors: Sequence[Tensor], *scalars: float) -> None:
+        """Move `numel` elements.
+
+        Args:
+            tensors: source, destination and the steps' operands, all contiguous on one device.
+            scalars: those of the steps, in order.
+        """
+        device, aligned = tensors[0].get_device(), are_aligned(tensors)
+        launcher = self._launchers.get((device, aligned))
+        if launcher is None:
+            launcher = Launcher(replace(self.description, aligned=aligned), device)
+            self._launchers[device, aligned] = launcher
+        launcher(-(-numel // self.description.tile), tensors, numel, *scalars)
 
 
 @dataclass(frozen=True)
@@ -125,7 +141,8 @@ _plans: dict[Any, list[_Call]] = {}
 
 def run_rows(
     name: str,
-    rows: Rows,
+    layout: Hashable,
+    make_rows: Callable[[], Rows],
     flat: Tensor,
     tensors: Sequence[Tensor],
     scale: float = 1.0,
@@ -134,107 +151,104 @@ def run_rows(
     """Move tensors into the rows of a flat buffer, or out of them. See Note [Rows] in `layout`.
 
     Args:
-        flat: contiguous, `rows.numel` elements.
-        tensors: one for each of `rows`; contiguous unless `collect`.
+        layout: what, with the tensors' shapes, decides the rows.
+        make_rows: the rows; called when these shapes come for the first time.
+        flat: contiguous, as many elements as the rows.
+        tensors: one for each of the rows' tensors; contiguous unless `collect`.
         scale: factor for each element, applied before it is rounded.
         collect: from the tensors to `flat`, with zeros in its padding; else the other way.
     """
-    if not rows.numel:
-        return
     scalars = () if scale == 1 else (scale,)
-    key = (name, rows, flat.dtype, flat.device, is_aligned(flat), bool(scalars))
-    key += tuple((t.shape, t.stride(), t.dtype, is_aligned(t)) for t in tensors)
+    shapes = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+    aligned = are_aligned((flat, *tensors))
+    key = (name, layout, flat.dtype, flat.get_device(), aligned, scale == 1, *shapes)
     plan = _plans.get(key)
-    with on_device_of(flat):
-        if plan is None:
-            plan = _plans[key] = _plan(name, rows, flat, tensors, bool(scalars), collect)
-        for call in plan:
-            call(flat, tensors, scalars)
+    if plan is None:
+        planner = _Planner(name, make_rows(), flat, tensors, aligned, scale != 1, collect)
+        plan = _plans[key] = planner.calls()
+    for call in plan:
+        call(flat, tensors, scalars)
 
 
-def _plan(
-    name: str, rows: Rows, flat: Tensor, tensors: Sequence[Tensor], scaled: bool, collect: bool
-) -> list[_Call]:
-    if flat.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"zgraph_kernels: {name} meets these shapes for the first time while a CUDA graph is "
-            "being captured, when nothing can be copied to the device; call it once before capture"
-        )
-    calls: list[_Call] = []
-    runs: dict[torch.dtype, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        dims = collapsed(tensor)
-        if len(dims) > 1 or (dims and dims[0].stride != 1):
-            calls.append(_strided(name, rows, flat, index, tensor, dims, scaled))
-        elif tensor.numel():
-            runs.setdefault(tensor.dtype, []).append(index)
-    padding = rows.padding(_TILE) if collect else np.empty((0, 4), np.int64)
-    if len(padding) and not runs:
-        runs[tensors[0].dtype] = []
-    for dtype, members in runs.items():
-        for start in range(0, len(members) or 1, MOST_ADDRESSES):
-            some = members[start : start + MOST_ADDRESSES]
-            tiles = np.concatenate([rows.tiles(some, _TILE), padding])
-            padding = padding[:0]
-            calls.append(_linear(name, flat, tensors, dtype, some or [0], tiles, scaled, collect))
-    return calls
+@cache
+def _launcher(kernel: Kernel, device: int) -> Launcher:
+    return Launcher(kernel, device)
 
 
-_TILE = 8192
+@dataclass(frozen=True)
+class _Planner:
+    """Finds the launches of one call of `run_rows`, whose arguments it has."""
 
+    name: str
+    rows: Rows
+    flat: Tensor
+    tensors: Sequence[Tensor]
+    aligned: bool
+    scaled: bool
+    collect: bool
 
-def _linear(
-    name: str,
-    flat: Tensor,
-    tensors: Sequence[Tensor],
-    dtype: torch.dtype,
-    members: Sequence[int],
-    tiles: np.ndarray,
-    scaled: bool,
-    collect: bool,
-) -> _Call:
-    """One launch for contiguous tensors of one dtype."""
-    count = next(count for count in (1, 4, 16, MOST_ADDRESSES) if len(members) <= count)
-    # A kernel for 16 addresses serves fewer tensors too: the last is repeated.
-    chosen = (*members, *[members[-1]] * (count - len(members)))
-    aligned = is_aligned(flat) and all(is_aligned(tensors[index]) for index in members)
-    if collect:
-        steps = casts(dtype, flat.dtype, scaled)
-        kernel = Kernel(name, Tensors(count), Flat(), steps, aligned, _TILE)
-    else:
-        steps = casts(flat.dtype, dtype, scaled)
-        kernel = Kernel(name, Flat(), Tensors(count), steps, aligned, _TILE)
-    table = torch.from_numpy(tiles).to(flat.device)
-    return _Call(launcher(kernel, flat.device), len(tiles), chosen, table, ())
+    def calls(self) -> list[_Call]:
+        """One launch for up to 64 contiguous tensors of one dtype, one for each other tensor."""
+        if self.flat.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"zgraph_kernels: {self.name} meets these shapes for the first time while a CUDA "
+                "graph is being captured, when nothing can be copied to the device; call it once "
+                "before the capture"
+            )
+        calls: list[_Call] = []
+        runs: dict[torch.dtype, list[int]] = {}
+        for index, tensor in enumerate(self.tensors):
+            dims = collapsed(tensor)
+            if len(dims) > 1 or (dims and dims[0].stride != 1):
+                calls.append(self._strided(index, dims))
+            elif tensor.numel():
+                runs.setdefault(tensor.dtype, []).append(index)
+        padding = self.rows.padding(TILE) if self.collect else _NO_TILES
+        if len(padding) and not runs:
+            runs[self.tensors[0].dtype] = []
+        for dtype, members in runs.items():
+            for start in range(0, len(members) or 1, MOST_ADDRESSES):
+                some = members[start : start + MOST_ADDRESSES]
+                tiles = np.concatenate([self.rows.tiles(some, TILE), padding])
+                padding = _NO_TILES
+                calls.append(self._linear(dtype, some or [0], tiles))
+        return calls
 
+    def _linear(self, dtype: torch.dtype, members: Sequence[int], tiles: np.ndarray) -> _Call:
+        """One launch for contiguous tensors of one dtype."""
+        count = next(count for count in (1, 4, 16, MOST_ADDRESSES) if len(members) <= count)
+        # A kernel for 16 addresses serves fewer tensors too: the last is repeated.
+        chosen = (*members, *[members[-1]] * (count - len(members)))
+        flat = self.flat
+        if self.collect:
+            steps = casts(dtype, flat.dtype, self.scaled)
+            kernel = Kernel(self.name, Tensors(count), Flat(), steps, self.aligned)
+        else:
+            steps = casts(flat.dtype, dtype, self.scaled)
+            kernel = Kernel(self.name, Flat(), Tensors(count), steps, self.aligned)
+        table = torch.from_numpy(tiles).to(flat.device)
+        return _Call(_launcher(kernel, flat.get_device()), len(tiles), chosen, table, ())
 
-def _strided(
-    name: str,
-    rows: Rows,
-    flat: Tensor,
-    index: int,
-    tensor: Tensor,
-    dims: tuple[Dim, ...],
-    scaled: bool,
-) -> _Call:
-    """One launch for one tensor that is not contiguous."""
-    *outer, last = dims
-    # The tile's other dimension is the one along which the source runs, else the next to the last.
-    across = min(reversed(outer), key=lambda dim: dim.stride, default=Dim(1, 0, 0))
-    outer = [dim for dim in outer if dim is not across]
-    if across.stride < last.stride:
-        height, width = 64, 64
-    else:
-        width = min(1024, 1 << (last.size - 1).bit_length())
-        height = 4096 // width
-    order = (*outer, across, last)
-    steps = casts(tensor.dtype, flat.dtype, scaled)
-    source = Strided(len(outer), height, width, rows.ranks > 1)
-    kernel = Kernel(f"{name}_strided", source, Flat(), steps, tile=height * width)
-    programs = -(-across.size // height) * -(-last.size // width)
-    for dim in outer:
-        programs *= dim.size
-    numbers = [rows.offsets[index], rows.chunks[index], rows.row_numel]
-    numbers += [dim.size for dim in order] + [dim.stride for dim in order]
-    numbers += [dim.place for dim in order[:-1]]
-    return _Call(Launcher(kernel), programs, (index,), None, tuple(numbers))
+    def _strided(self, index: int, dims: tuple[Dim, ...]) -> _Call:
+        """One launch for one tensor that is not contiguous."""
+        *outer, last = dims
+        # A tile's other dimension is that along which the source runs, else the next to the last.
+        across = min(reversed(outer), key=lambda dim: dim.stride, default=Dim(1, 0, 0))
+        outer = [dim for dim in outer if dim is not across]
+        if across.stride < last.stride:
+            height, width = 64, 64
+        else:
+            width = min(1024, 1 << (last.size - 1).bit_length())
+            height = 4096 // width
+        tensor, rows = self.tensors[index], self.rows
+        source = Strided(len(outer), height, width, rows.ranks > 1)
+        steps = casts(tensor.dtype, self.flat.dtype, self.scaled)
+        kernel = Kernel(f"{self.name}_strided", source, Flat(), steps, tile=height * width)
+        programs = -(-across.size // height) * -(-last.size // width)
+        programs *= prod(dim.size for dim in outer)
+        order = (*outer, across, last)
+        numbers = [rows.offsets[index], rows.chunks[index], rows.row_numel]
+        numbers += [dim.size for dim in order] + [dim.stride for dim in order]
+        numbers += [dim.place for dim in order[:-1]]
+        launcher = Launcher(kernel, self.flat.get_device())
+        return _Call(launcher, programs, (index,), None, tuple(numbers))

@@ -6,16 +6,15 @@ columns in every row, starting at its *offset*, and its elements run through the
 
     element e of a tensor lies in row e // chunk, column offset + e % chunk
 
-`pack` has one row, and chunks as long as their tensors: each tensor in one piece. FSDP2's layout has
-one row a rank, and the chunk of a tensor of shape [R, …] is ceil(R / ranks) of its R slices. What no
-tensor fills is padding, and holds zeros.
+`pack` has one row, and chunks as long as their tensors: each tensor in one piece. FSDP2's layout
+has one row a rank, and the chunk of a tensor of shape [R, …] is ceil(R / ranks) of its R slices.
+What no tensor fills is padding, and holds zeros.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
 from torch import Tensor
 
 
@@ -102,7 +101,9 @@ def packed(numels: Sequence[int], offsets: Sequence[int], numel: int) -> Rows:
         if count and offset < end:
             raise ValueError(
                 f"pack: elements {offset}..{offset + count} overlap those before them, which end "
-                f"at {end}" if offset >= 0 else f"pack: offset {offset} is negative"
+                f"at {end}"
+                if offset >= 0
+                else f"pack: offset {offset} is negative"
             )
         end = max(end, offset + count)
     if end > numel:

@@ -5,12 +5,13 @@ Bytes moved: each source element is read once and each buffer element written on
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from zgraph_kernels.launch import casts, is_supported, run_flat, run_rows
-from zgraph_kernels.layout import packed
+from zgraph_kernels.launch import FlatKernel, casts, is_supported, run_rows
+from zgraph_kernels.layout import Rows, packed
 from zgraph_kernels.library import define
 
 
@@ -22,7 +23,7 @@ def reference(
     scale: float = 1.0,
 ) -> Tensor:
     """`pack` in plain torch."""
-    _check(tensors, offsets, numel)
+    _rows(tensors, offsets, numel)
     buffer = tensors[0].new_zeros(numel, dtype=dtype)
     for tensor, offset in zip(tensors, offsets, strict=True):
         place = buffer[offset : offset + tensor.numel()].view(tensor.shape)
@@ -49,21 +50,32 @@ def triton(
     buffer = tensors[0].new_empty(numel, dtype=dtype)
     if not is_supported(buffer, *tensors):
         return reference(tensors, offsets, numel, dtype, scale)
+    scalars = () if scale == 1 else (scale,)
     first = tensors[0]
-    if len(tensors) == 1 and first.numel() == numel and first.is_contiguous():
-        _check(tensors, offsets, numel)
-        steps = casts(first.dtype, dtype, scale != 1)
-        run_flat("pack", first, buffer, numel, steps, scalars=() if scale == 1 else (scale,))
+    if list(offsets) == [0] and first.numel() == numel and first.is_contiguous():
+        _cast(first.dtype, dtype, scale != 1)(numel, (first, buffer), *scalars)
     else:
-        run_rows("pack", _check(tensors, offsets, numel), buffer, tensors, scale)
+        layout = (tuple(offsets), numel)
+        run_rows("pack", layout, lambda: _rows(tensors, offsets, numel), buffer, tensors, scale)
     return buffer
 
 
-def _check(tensors: Sequence[Tensor], offsets: Sequence[int], numel: int):
-    return packed(tuple(tensor.numel() for tensor in tensors), tuple(offsets), numel)
+@cache
+def _cast(source: torch.dtype, dtype: torch.dtype, scaled: bool) -> FlatKernel:
+    return FlatKernel("cast", casts(source, dtype, scaled))
 
 
-def _fake(tensors, offsets, numel, dtype, scale=1.0):
+def _rows(tensors: Sequence[Tensor], offsets: Sequence[int], numel: int) -> Rows:
+    return packed([tensor.numel() for tensor in tensors], offsets, numel)
+
+
+def _fake(
+    tensors: Sequence[Tensor],
+    offsets: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
+    scale: float = 1.0,
+) -> Tensor:
     return tensors[0].new_empty(numel, dtype=dtype)
 
 

@@ -1,7 +1,7 @@
 """quantize, dequantize: int8 and int4 blocks with scales, for gathers and gradient exchange.
 
-Symmetric, as ZeRO++'s weights are: the largest magnitude of a block becomes 127, or 7. Bytes moved an
-element: its own, and 1 or 1/2, and 4 / block for the scale; bound by memory bandwidth.
+Symmetric, as ZeRO++'s weights are: the largest magnitude of a block becomes 127, or 7. Bytes moved
+an element: its own, and 1 or 1/2, and 4 / block for the scale; bound by memory bandwidth.
 
 Note [Error of a block]
 |x - dequantize(quantize(x))| <= scale / 2 · (1 + 2^-15), where scale = max(largest / most, 2^-126)
@@ -9,11 +9,14 @@ with most = 127 or 7: half a step is what rounding to the nearest integer may lo
 covers fp32's own rounding of x / scale, at most `most` times 2^-22, and of the product.
 """
 
+from functools import cache
+
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from zgraph_kernels.launch import casts, is_supported, run_flat
+from zgraph_kernels.generate import TILE, Flat
+from zgraph_kernels.launch import FlatKernel, casts, is_supported
 from zgraph_kernels.library import define
 from zgraph_kernels.steps import SMALLEST_SCALE, Dequantize, Quantize
 
@@ -29,7 +32,8 @@ def reference(flat: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
     blocks = rearrange(padded, "(block element) -> block element", element=block)
     largest = blocks.abs().nan_to_num(nan=torch.inf, posinf=torch.inf).amax(1, keepdim=True)
     finite = largest < torch.inf
-    scale = (largest / most).clamp_min(SMALLEST_SCALE)
+    # By a tensor: torch divides by a number as it multiplies by the inverse, on some devices.
+    scale = (largest / torch.full_like(largest, most)).clamp_min(SMALLEST_SCALE)
     inverse = torch.where(finite, 1 / scale, 0)
     integers = (torch.where(finite, blocks, 0) * inverse).round().to(torch.int8).reshape(-1)
     scales = torch.where(finite, scale, torch.nan).reshape(-1)
@@ -45,10 +49,15 @@ def triton(flat: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
     if not is_supported(flat):
         return reference(flat, bits, block)
     result, scales = _fake(flat, bits, block)
-    steps = (*casts(flat.dtype, torch.float32, False), Quantize(bits, block))
-    pairs = (False, bits == 4)
-    run_flat("quantize", flat.contiguous(), result, flat.numel(), steps, (scales,), pairs=pairs)
+    _kernel(flat.dtype, bits, block)(flat.numel(), (flat.contiguous(), result, scales))
     return result, scales
+
+
+@cache
+def _kernel(source: torch.dtype, bits: int, block: int) -> FlatKernel:
+    steps = (*casts(source, torch.float32, False), Quantize(bits, block))
+    pairs = Flat(pairs=bits == 4)
+    return FlatKernel("quantize", steps, destination=pairs, tile=max(TILE, block))
 
 
 def _fake(flat: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
@@ -113,10 +122,15 @@ def dequantize_triton(
     result = _dequantize_fake(quantized, scales, numel, bits, block, dtype)
     if not is_supported(result):
         return dequantize_reference(quantized, scales, numel, bits, block, dtype)
-    steps = (Dequantize(block), *casts(torch.float32, dtype, False))
-    source, pairs = quantized.contiguous(), (bits == 4, False)
-    run_flat("dequantize", source, result, numel, steps, (scales.contiguous(),), pairs=pairs)
+    tensors = (quantized.contiguous(), result, scales.contiguous())
+    _dequantize_kernel(dtype, bits, block)(numel, tensors)
     return result
+
+
+@cache
+def _dequantize_kernel(dtype: torch.dtype, bits: int, block: int) -> FlatKernel:
+    steps = (Dequantize(block), *casts(torch.float32, dtype, False))
+    return FlatKernel("dequantize", steps, source=Flat(pairs=bits == 4), tile=max(TILE, block))
 
 
 def _check_sizes(quantized: Tensor, scales: Tensor, numel: int, bits: int, block: int) -> None:
@@ -129,7 +143,9 @@ def _check_sizes(quantized: Tensor, scales: Tensor, numel: int, bits: int, block
         )
 
 
-def _dequantize_fake(quantized, scales, numel, bits, block, dtype):
+def _dequantize_fake(
+    quantized: Tensor, scales: Tensor, numel: int, bits: int, block: int, dtype: torch.dtype
+) -> Tensor:
     return quantized.new_empty(numel, dtype=dtype)
 
 

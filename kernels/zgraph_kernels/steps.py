@@ -1,7 +1,7 @@
 """Steps: what a kernel does to its elements between load and store.
 
-Each step is a frozen value, part of the description that names a kernel, and writes its own lines of
-Triton. Names that the lines may use:
+Each step is a frozen value, part of the description that names a kernel, and writes its own lines
+of Triton. Names that the lines may use:
 
     x            the elements, as the step before left them; a step leaves its result in x
     index        their places in the flat buffers, int64
@@ -64,7 +64,9 @@ class Cast:
     def lines(self, tile: int) -> list[str]:
         if self.source == self.to:
             return []
-        by_way = [".to(tl.float32)"] if self.source == torch.float64 and self.to.itemsize == 2 else []
+        by_way = (
+            [".to(tl.float32)"] if self.source == torch.float64 and self.to.itemsize == 2 else []
+        )
         return [f"x = x{''.join(by_way)}.to({TRITON_DTYPES[self.to]})"]
 
 

@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor
 
 from zgraph_kernels.launch import is_supported, run_rows
-from zgraph_kernels.layout import sharded
+from zgraph_kernels.layout import Rows, sharded
 from zgraph_kernels.library import define
 
 
@@ -21,7 +21,7 @@ def reference(
 ) -> list[Tensor]:
     """`unpack` in plain torch."""
     shapes = _shapes(sizes, dims)
-    _check(flat, shapes, ranks)
+    _rows(flat, shapes, ranks)
     rows = flat.reshape(ranks, -1)
     widths = [-(-shape[0] // ranks) * prod(shape[1:]) for shape in shapes]
     whole = []
@@ -36,11 +36,18 @@ def triton(
 ) -> list[Tensor]:
     """`unpack` through one generated kernel for up to 64 tensors."""
     shapes = _shapes(sizes, dims)
-    rows = _check(flat, shapes, ranks)
     whole = [flat.new_empty(shape, dtype=dtype) for shape in shapes]
     if not is_supported(flat, *whole):
         return reference(flat, ranks, sizes, dims, dtype)
-    run_rows("unpack", rows, flat.contiguous(), whole, collect=False)
+    layout = (ranks, flat.numel())
+    run_rows(
+        "unpack",
+        layout,
+        lambda: _rows(flat, shapes, ranks),
+        flat.contiguous(),
+        whole,
+        collect=False,
+    )
     return whole
 
 
@@ -50,7 +57,7 @@ def _shapes(sizes: Sequence[int], dims: Sequence[int]) -> tuple[tuple[int, ...],
     return tuple(tuple(sizes[end - count : end]) for end, count in pairs)
 
 
-def _check(flat, shapes, ranks):
+def _rows(flat: Tensor, shapes: Sequence[Sequence[int]], ranks: int) -> Rows:
     rows = sharded(shapes, ranks)
     if flat.numel() != rows.numel:
         raise ValueError(
@@ -60,7 +67,9 @@ def _check(flat, shapes, ranks):
     return rows
 
 
-def _fake(flat, ranks, sizes, dims, dtype):
+def _fake(
+    flat: Tensor, ranks: int, sizes: Sequence[int], dims: Sequence[int], dtype: torch.dtype
+) -> list[Tensor]:
     return [flat.new_empty(shape, dtype=dtype) for shape in _shapes(sizes, dims)]
 
 
