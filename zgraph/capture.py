@@ -30,6 +30,7 @@ from zgraph.ir import show
 from zgraph.ir.graph import Graph, Stage
 from zgraph.ir.nodes import bytes_in
 from zgraph.layout import Layout, lay_out
+from zgraph.lowering import choose_kernels
 from zgraph.passes import Partition, Pass
 from zgraph.plan import Plan
 from zgraph.runtime import casts
@@ -157,7 +158,10 @@ def capture(
         shards = shard_model(twin, plan, layout, groups, torch.device(device_type), reads)
         casts.install(twin, plan)
         backend = AotEager()
-        traced = Capture(pipeline.passes, plan, layout, groups, shards, backend, keeps_history=True)
+        kernels = choose_kernels(None, device_type)
+        traced = Capture(
+            pipeline.passes, plan, layout, groups, shards, backend, kernels, keeps_history=True
+        )
         # Not None: Dynamo would take sizes that differ from an earlier capture's for dynamic ones.
         call = compiled_call(twin, traced, reads, fullgraph, bool(dynamic))
     with mode, _explaining(type(model).__name__):

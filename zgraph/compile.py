@@ -19,6 +19,7 @@ from zgraph.backends.base import BackendName, choose, resolve
 from zgraph.errors import PassError, ZGraphError
 from zgraph.frames import Capture
 from zgraph.layout import Layout, lay_out
+from zgraph.lowering import Kernels, choose_kernels
 from zgraph.passes import Group, Partition, Pass, Pipeline, Reshard
 from zgraph.plan import Axis, Plan, describe, units_covering
 from zgraph.runtime import casts
@@ -51,6 +52,7 @@ def compile(
     backend: BackendName = "auto",
     fullgraph: bool = False,
     dynamic: bool | None = None,
+    options: Mapping[str, str] | None = None,
 ) -> nn.Module:
     """Compile `model` with a pass list; it then trains on shards.
 
@@ -63,6 +65,8 @@ def compile(
             unless the passes choose dtypes the parameters stay as they are.
         backend: "inductor", "aot_eager", or "auto" for Inductor where its compilers are at hand.
         fullgraph, dynamic: as in `torch.compile`.
+        options: {"kernels": "triton"}, the default on CUDA, casts and packs through zgraph's own
+            kernels; {"kernels": "torch"} leaves that to torch and Inductor, for comparison.
 
     Returns:
         The same module. Build optimizers from its parameters now, not before.
@@ -73,18 +77,18 @@ def compile(
     """
     ranks, rank = (mesh.mesh.flatten().tolist(), dist.get_rank()) if mesh else ([0], 0)
 
-    def prepare() -> tuple[Pipeline, Plan]:
-        return _prepare(model, passes, mesh, backend)
+    def prepare() -> tuple[Pipeline, Plan, Kernels]:
+        return _prepare(model, passes, mesh, backend, options)
 
-    def text(prepared: tuple[Pipeline, Plan]) -> str:
+    def text(prepared: tuple[Pipeline, Plan, Kernels]) -> str:
         # Ranks that compile differently may capture different graphs from one plan.
-        plan = prepared[1]
+        _, plan, kernels = prepared
         compiler = resolve(backend, plan.device_type)
-        how = f"torch {torch.__version__}, {compiler} on {plan.device_type}"
+        how = f"torch {torch.__version__}, {compiler} on {plan.device_type}, {kernels} kernels"
         return f"compiled by {how}, fullgraph={fullgraph}, dynamic={dynamic}\n{plan.text()}"
 
     meeting = Meeting(ranks, rank)
-    pipeline, plan = meeting.agree(prepare, text)
+    pipeline, plan, kernels = meeting.agree(prepare, text)
     device = _device(mesh, model)
     layout, groups, reads = lay_out(plan), _groups(mesh, plan), EagerReads()
     shards: dict[str, FlatShard] = {}
@@ -93,22 +97,27 @@ def compile(
         repeat_first_replicas(shards)
         casts.install(model, plan)
     compiler = choose(backend, device.type)
-    capture = Capture(pipeline.passes, plan, layout, groups, shards, compiler, meeting)
+    capture = Capture(pipeline.passes, plan, layout, groups, shards, compiler, kernels, meeting)
     model.__dict__["_zgraph"] = State(plan, layout, groups, shards, capture, reads)
     set_compiled_call(model, compiled_call(model, capture, reads, fullgraph, dynamic))
     return model
 
 
 def _prepare(
-    model: nn.Module, passes: Sequence[Pass], mesh: DeviceMesh | None, backend: str
-) -> tuple[Pipeline, Plan]:
+    model: nn.Module,
+    passes: Sequence[Pass],
+    mesh: DeviceMesh | None,
+    backend: str,
+    options: Mapping[str, str] | None,
+) -> tuple[Pipeline, Plan, Kernels]:
     """The finished plan; everything that can be wrong with the arguments is raised here."""
     checks.model(model)
     checks.no_optimizer_yet(model)
     device = _device(mesh, model)
     choose(backend, device.type)
+    kernels = choose_kernels(options, device.type)
     check_materialisable(model)
-    return finished_plan(model, passes, checks.axes_of(mesh), device.type)
+    return *finished_plan(model, passes, checks.axes_of(mesh), device.type), kernels
 
 
 def finished_plan(

@@ -27,7 +27,7 @@ from zgraph.ir import ops, show
 from zgraph.ir.graph import Graph, Stage
 from zgraph.ir.verify import Snapshot, verify, verify_graph
 from zgraph.layout import Layout
-from zgraph.lowering import lower
+from zgraph.lowering import Kernels, accumulation, lower
 from zgraph.passes.base import Hook, Pass
 from zgraph.plan import Plan
 from zgraph.runtime.storage import FlatShard, Groups
@@ -101,6 +101,7 @@ class Frame:
         graphs: records of the frame's scheduled graphs.
         scheduled: those graphs themselves, before lowering.
         history: every step on the way, if they are kept.
+        kernels: what moves its gathered and scattered memory.
     """
 
     shards: list[tuple[int, ReferenceType[FlatShard]]] = field(default_factory=list)
@@ -109,6 +110,7 @@ class Frame:
     scheduled: list[Graph] = field(default_factory=list)
     history: list[Step] = field(default_factory=list)
     compiled: Callable[..., Any] = lambda *inputs: inputs
+    kernels: Kernels = "torch"
 
     @property
     def stages(self) -> list[Stage]:
@@ -143,9 +145,10 @@ class _ReceiveGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         frame: Frame = ctx.frame
+        accumulate = accumulation(frame.kernels)
         for (_, flat), grad in zip(frame.trained_shards(), grads, strict=True):
             if grad is not None:
-                flat.receive(grad.detach(), frame.trained[flat.buffer.name])
+                flat.receive(grad.detach(), frame.trained[flat.buffer.name], accumulate)
         return (None, *(None for _ in grads))
 
 
@@ -153,6 +156,7 @@ class Capture:
     """The Dynamo backend of one model.
 
     Attributes:
+        kernels: what moves gathered and scattered memory.
         frames: one for each captured graph so far.
         keeps_history: whether frames keep every step of their graphs.
     """
@@ -165,6 +169,7 @@ class Capture:
         groups: Groups,
         shards: dict[str, FlatShard],
         backend: Backend,
+        kernels: Kernels = "torch",
         agreement: Agreement | None = None,
         keeps_history: bool = False,
     ) -> None:
@@ -174,13 +179,14 @@ class Capture:
         self.groups = groups
         self.shards = WeakValueDictionary(shards)
         self.backend = backend
+        self.kernels: Kernels = kernels
         self.agreement = agreement
         self.keeps_history = keeps_history
         self.frames: list[Frame] = []
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         _refuse_writes(module)
-        frame = Frame(self._find_shards(inputs))
+        frame = Frame(self._find_shards(inputs), kernels=self.kernels)
         frame.compiled = self.backend.compile(module, inputs, FrameCompiler(self, frame))
         self.frames.append(frame)
         return torch.compiler.disable(frame, reason="a compiled graph is not traced again")
@@ -237,7 +243,7 @@ class FrameCompiler:
             with self._telling_others():
                 self._joint(module)
                 self._schedule(graph)
-        lower(graph)
+        lower(graph, self._capture.kernels)
         module.recompile()
 
     def _graph(
@@ -268,7 +274,7 @@ class FrameCompiler:
             for graph in graphs:
                 # A copy: torch may put off compiling, and so lowering, backward until it runs.
                 lowered = graph.copy()
-                lower(lowered)
+                lower(lowered, self._capture.kernels)
                 self._frame.history.append(Step("lower", lowered))
 
     def _run(self, graph: Graph, hook: Hook) -> None:

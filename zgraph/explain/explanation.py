@@ -184,6 +184,7 @@ def _explained(captured: Captured, states: int, fused: bool, machine: Machine) -
             captured.input_bytes,
             fused,
             captured.plan.ignored(),
+            captured.frames[0].kernels if captured.frames else "torch",
         ),
         tuple(tuple(frame.history) for frame in captured.frames),
         machine,

@@ -17,7 +17,7 @@ from torch.fx import Node
 from zgraph.ir.graph import Graph, Stage
 from zgraph.ir.nodes import bytes_in, is_cast, is_view
 from zgraph.layout import Layout
-from zgraph.lowering import lower
+from zgraph.lowering import Kernels, lower
 from zgraph.plan import ParameterPlan
 
 Kind = Literal["gathered", "activations", "gradients", "temporary"]
@@ -100,6 +100,7 @@ def memory(
     input_bytes: int = 0,
     fused: bool = False,
     ignored: Iterable[ParameterPlan] = (),
+    kernels: Kernels = "torch",
 ) -> Memory:
     """Follow one step through its scheduled graphs: forwards in order, then backwards in reverse.
 
@@ -110,11 +111,12 @@ def memory(
         fused: whether pointwise results that only pointwise nodes and reductions read stay in
             registers, as Inductor lets them; else every node's result lies in memory.
         ignored: parameters that no buffer holds, and that every rank has whole.
+        kernels: what the graphs are lowered to.
     """
     indices = range(len(graphs))
     forwards = [index for index in indices if graphs[index].stage != "backward"]
     backwards = [index for index in reversed(indices) if graphs[index].stage == "backward"]
-    walk = _Walk(fused)
+    walk = _Walk(fused, kernels)
     for index in (*forwards, *backwards):
         walk.run(index, graphs[index])
     trained = {name for graph in graphs for name in graph.trained}
@@ -146,10 +148,11 @@ Blocks = tuple[_Block, ...]
 class _Walk:
     """Runs graphs one after the other, and writes down what is alive."""
 
-    def __init__(self, fused: bool) -> None:
+    def __init__(self, fused: bool, kernels: Kernels) -> None:
         self.moments: list[Moment] = []
         self.saved_bytes = 0
         self._fused = fused
+        self._kernels: Kernels = kernels
         self._alive: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
         # What each forward left for its backward, by the name that both give it.
         self._left: dict[int, dict[str, Blocks]] = {}
@@ -159,7 +162,7 @@ class _Walk:
     def run(self, index: int, graph: Graph) -> None:
         """Follow one scheduled graph."""
         lowered = graph.copy()
-        lower(lowered)
+        lower(lowered, self._kernels)
         left = self._left.get(index - 1, {}) if graph.stage == "backward" else {}
         blocks = self._blocks(lowered, left)
         if graph.stage != "backward":

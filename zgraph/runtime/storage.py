@@ -1,7 +1,7 @@
 """FlatShard: one buffer's slice on this rank, and the flat gradient that belongs to it."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -97,14 +97,23 @@ class FlatShard:
         with torch.no_grad():
             self.piece(slot).copy_(value.detach().reshape(-1)[start : start + length])
 
-    def receive(self, grad: Tensor, names: Iterable[str]) -> None:
-        """Add the gradient of the whole slice. It holds zeros outside `names`, and is kept."""
+    def receive(
+        self,
+        grad: Tensor,
+        names: Iterable[str],
+        accumulate: Callable[[Tensor, Tensor], object] = Tensor.add_,
+    ) -> None:
+        """Add the gradient of the whole slice. It holds zeros outside `names`, and is kept.
+
+        Args:
+            accumulate: adds the second into the first of two flat gradients.
+        """
         with torch.no_grad():
             if self.grad is None:
                 self.grad = grad.detach()
             else:
                 self._clear_stale()
-                self.grad.add_(grad)
+                accumulate(self.grad, grad)
         self.received |= set(names)
 
     def receive_piece(self, name: str, grad: Tensor) -> None:
