@@ -1,9 +1,14 @@
 """What every test of the suite shares."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# Where there is no GPU, Triton's kernels run in its interpreter. Triton asks when it is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Before anything imports it: its assertions explain themselves as a test's own do.
 pytest.register_assert_rewrite("tests.support.training")

@@ -20,6 +20,7 @@ def reference(
     tensors: Sequence[Tensor], ranks: int, dtype: torch.dtype, scale: float = 1.0
 ) -> Tensor:
     """`chunk_cat` in plain torch."""
+    _rows(tensors, ranks)
     parts = []
     for tensor in tensors:
         rows = -(-tensor.shape[0] // ranks) * ranks

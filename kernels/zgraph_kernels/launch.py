@@ -59,7 +59,10 @@ class Launcher:
     def _launch(self, programs: int, tensors: Sequence[Tensor], numbers: Sequence[float]) -> None:
         if self._compiled is None:
             launch = self._function[(programs,)]
-            self._compiled = launch(*tensors, *numbers, num_warps=self.kernel.warps)
+            # Without fusing products and sums, which round once: so kernels give the bits that
+            # their definitions give.
+            options = {"num_warps": self.kernel.warps, "enable_fp_fusion": False}
+            self._compiled = launch(*tensors, *numbers, **options)
         else:
             addresses = [tensor.data_ptr() for tensor in tensors]
             self._compiled[(programs, 1, 1)](*addresses, *numbers)
