@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zgraph_kernels.launch import FlatKernel, casts, is_supported
-from zgraph_kernels.library import define
+from zgraph_kernels.library import define, refuse_gradients, written
 from zgraph_kernels.pack import scaled
 from zgraph_kernels.steps import Accumulate
 
@@ -23,10 +23,12 @@ def reference(into: Tensor, value: Tensor, scale: float = 1.0) -> None:
 def triton(into: Tensor, value: Tensor, scale: float = 1.0) -> None:
     """`accumulate` through one generated kernel."""
     _check(into, value)
-    if not (is_supported(into, value) and into.is_contiguous() and value.is_contiguous()):
+    supported = is_supported(into, value, scaled=scale != 1)
+    if not (supported and into.is_contiguous() and value.is_contiguous()):
         return reference(into, value, scale)
     scalars = () if scale == 1 else (scale,)
     _kernel(value.dtype, into.dtype, scale != 1)(into.numel(), (value, into), *scalars)
+    written(into)
     return None
 
 
@@ -41,6 +43,7 @@ def _check(into: Tensor, value: Tensor) -> None:
             f"accumulate: a value of shape {list(value.shape)} cannot be added into one of shape "
             f"{list(into.shape)}; they must be equal"
         )
+    refuse_gradients("accumulate", into, value)
 
 
 def _fake(into: Tensor, value: Tensor, scale: float = 1.0) -> None:

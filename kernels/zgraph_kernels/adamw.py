@@ -5,13 +5,13 @@ moments), 14 written; bound by memory bandwidth. A step with a cast behind it mo
 """
 
 from functools import cache
-from math import log2
+from math import inf, log2
 
 import torch
 from torch import Tensor
 
 from zgraph_kernels.launch import FlatKernel, is_supported
-from zgraph_kernels.library import define
+from zgraph_kernels.library import define, refuse_gradients, written
 from zgraph_kernels.steps import AdamW
 
 
@@ -30,9 +30,9 @@ def reference(
     weight_decay: float,
 ) -> None:
     """`adamw_flat` in plain torch."""
-    _check(param, grad, exp_avg, exp_avg_sq, step, low)
-    rate = lr if lr_tensor is None else lr_tensor.float()
-    count = step.double()
+    _check(param, grad, exp_avg, exp_avg_sq, step, low, lr_tensor)
+    rate = lr if lr_tensor is None else lr_tensor.float().reshape(())
+    count = step.double().reshape(())
     correction1, correction2 = (1 - beta1**count).float(), (1 - beta2**count).float()
     grad = grad.float()
     exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
@@ -59,7 +59,7 @@ def triton(
     weight_decay: float,
 ) -> None:
     """`adamw_flat` through one generated kernel."""
-    _check(param, grad, exp_avg, exp_avg_sq, step, low)
+    _check(param, grad, exp_avg, exp_avg_sq, step, low, lr_tensor)
     copies = () if low is None else (low,)
     flat = all(t.is_contiguous() for t in (param, grad, exp_avg, exp_avg_sq, *copies))
     if not (flat and is_supported(param, grad, *copies)):
@@ -82,8 +82,13 @@ def triton(
     rate = (lr,) if lr_tensor is None else ()
     factors = (beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay)
     kernel = _kernel(param.dtype, None if low is None else low.dtype, lr_tensor is not None)
-    kernel(param.numel(), tensors, log2(beta1), log2(beta2), *rate, *factors)
+    kernel(param.numel(), tensors, _log2(beta1), _log2(beta2), *rate, *factors)
+    written(param, exp_avg, exp_avg_sq, low)
     return None
+
+
+def _log2(beta: float) -> float:
+    return log2(beta) if beta else -inf
 
 
 @cache
@@ -99,6 +104,7 @@ def _check(
     exp_avg_sq: Tensor,
     step: Tensor,
     low: Tensor | None,
+    lr: Tensor | None,
 ) -> None:
     names = ("grad", "exp_avg", "exp_avg_sq", "low")
     for name, tensor in zip(names, (grad, exp_avg, exp_avg_sq, low), strict=True):
@@ -110,8 +116,10 @@ def _check(
     for name, tensor in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         if tensor.dtype != torch.float32:
             raise ValueError(f"adamw_flat: {name} is {tensor.dtype}; it must be torch.float32")
-    if step.numel() != 1:
-        raise ValueError(f"adamw_flat: step has {step.numel()} elements; give one number")
+    for name, tensor in (("step", step), ("lr", lr)):
+        if tensor is not None and tensor.numel() != 1:
+            raise ValueError(f"adamw_flat: {name} has {tensor.numel()} elements; give one number")
+    refuse_gradients("adamw_flat", param, grad, exp_avg, exp_avg_sq, low)
 
 
 def _fake(
@@ -121,9 +129,11 @@ def _fake(
     exp_avg_sq: Tensor,
     step: Tensor,
     low: Tensor | None,
-    *numbers: float,
+    lr: float,
+    lr_tensor: Tensor | None,
+    *factors: float,
 ) -> None:
-    _check(param, grad, exp_avg, exp_avg_sq, step, low)
+    _check(param, grad, exp_avg, exp_avg_sq, step, low, lr_tensor)
 
 
 op = define(
@@ -161,7 +171,8 @@ def adamw_flat(
             at capture, and reads a tensor anew.
 
     Raises:
-        ValueError: shapes differ, or the moments are not fp32.
+        ValueError: shapes differ, the moments are not fp32, or tensors lie on several devices.
+        RuntimeError: what it changes requires grad, and grad mode is on.
     """
     rate, tensor = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
     op(param, grad, exp_avg, exp_avg_sq, step, low, rate, tensor, *betas, eps, weight_decay)

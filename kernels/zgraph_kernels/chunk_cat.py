@@ -33,7 +33,7 @@ def reference(
 def triton(tensors: Sequence[Tensor], ranks: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     """`chunk_cat` through generated kernels, as `pack`."""
     buffer = _fake(tensors, ranks, dtype)
-    if not is_supported(buffer, *tensors):
+    if not is_supported(buffer, *tensors, scaled=scale != 1):
         return reference(tensors, ranks, dtype, scale)
     run_rows("chunk_cat", ranks, lambda: _rows(tensors, ranks), buffer, tensors, scale)
     return buffer
@@ -73,6 +73,8 @@ def chunk_cat(
         [ranks, sum of the parts' elements].
 
     Raises:
-        ValueError: there is no rank, or a tensor has no dimension.
+        ValueError: there is no rank or no tensor, or a tensor has no dimension.
     """
+    if not tensors:
+        raise ValueError("chunk_cat: no tensors; give at least one")
     return op(tensors, ranks, dtype, scale)

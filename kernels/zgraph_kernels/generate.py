@@ -3,8 +3,8 @@
 A description says from where to where elements move and what happens to them on the way. Its source
 is made of three parts: *where* (which tile this program moves), *load, steps, store* for a full
 tile, and the same once more for a partial one, under masks. A full, aligned tile needs no mask, so
-it moves in vectors of 16 bytes; and nothing that a kernel does depends on sizes, so that one
-function serves every shape.
+it moves in vectors of 16 bytes. No size stands in the text, so that one function serves every
+shape; but a tensor that is not contiguous gets its own, compiled for its strides.
 
     print(Kernel("pack", Tensors(4), Flat(), (Cast(torch.float32, torch.bfloat16),)).text)
 
@@ -116,11 +116,12 @@ def _function(kernel: Kernel) -> Any:
     module = ModuleType("zgraph_kernels.generated")
     exec(compile(text, file, "exec"), module.__dict__)
     function = module.__dict__[kernel.name]
-    if isinstance(kernel.source, Strided):
-        return triton.jit(function)  # made for the sizes and strides of its first call
     names = list(inspect.signature(function).parameters)
-    tensors = names[: len(_operands(kernel))]
-    general = names[len(tensors) :] if kernel.aligned else names
+    tensors, numbers = names[: len(_operands(kernel))], names[len(_operands(kernel)) :]
+    # What Triton must not read into the first call's arguments. A strided kernel is made for one
+    # tensor's sizes and strides.
+    general = [] if isinstance(kernel.source, Strided) else numbers
+    general += [] if kernel.aligned else tensors
     options: dict[str, Any] = {"do_not_specialize": general}
     return triton.jit(function, **options)
 
@@ -216,6 +217,8 @@ def _move(kernel: Kernel, mask: str, other: str, only: str) -> list[str]:
             line.replace("{mask}", mask + other).replace("{only}", only)
             for line in step.lines(kernel.tile)
         ]
+    if only and isinstance(kernel.source, Tensors):
+        lines += ["x = tl.where(filled, x, 0)  # padding is zero whatever the steps make of it"]
     if kernel.destination == Flat(pairs=True):
         masked = ", mask=pair * 2 < numel" if only else ""
         lines += [
@@ -236,19 +239,17 @@ def _strided(kernel: Kernel, source: Strided) -> str:
     """Kernels whose tiles are rectangles: of the last dimension, along which the destination runs,
     and of the dimension of the smallest stride, along which the source does."""
     count = source.outer + 2
-    numbers = ["offset", "chunk", "row_numel"]
+    numbers = ["offset", "chunk", "row_numel", "down", "along"]
     numbers += [f"size{n}" for n in range(count)]
     numbers += [f"stride{n}" for n in range(count)]
     numbers += [f"place{n}" for n in range(count - 1)]
     across, last = source.outer, source.outer + 1
     body = [
         "rest = tl.program_id(0).to(tl.int64)",
-        f"tiles = tl.cdiv(size{last}, {source.columns})",
-        f"column = rest % tiles * {source.columns} + tl.arange(0, {source.columns})[None, :]",
-        "rest = rest // tiles",
-        f"tiles = tl.cdiv(size{across}, {source.rows})",
-        f"row = rest % tiles * {source.rows} + tl.arange(0, {source.rows})[:, None]",
-        "rest = rest // tiles",
+        f"column = rest % along * {source.columns} + tl.arange(0, {source.columns})[None, :]",
+        "rest = rest // along",
+        f"row = rest % down * {source.rows} + tl.arange(0, {source.rows})[:, None]",
+        "rest = rest // down",
         f"source += row * stride{across} + column * stride{last}",
         f"element = row * place{across} + column",
     ]

@@ -9,6 +9,7 @@ at any time; models have few shapes.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -58,6 +59,7 @@ class Launcher:
 
     def _launch(self, programs: int, tensors: Sequence[Tensor], numbers: Sequence[float]) -> None:
         if self._compiled is None:
+            _refuse_in_capture(self.kernel.name, self._device)
             launch = self._function[(programs,)]
             # Without fusing products and sums, which round once: so kernels give the bits that
             # their definitions give.
@@ -68,9 +70,26 @@ class Launcher:
             self._compiled[(programs, 1, 1)](*addresses, *numbers)
 
 
-def is_supported(*tensors: Tensor) -> bool:
-    """Whether kernels exist for these tensors' dtypes."""
-    return all(tensor.dtype in TRITON_DTYPES for tensor in tensors)
+def _refuse_in_capture(name: str, device: int) -> None:
+    if device >= 0 and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"zgraph_kernels: {name} meets these shapes and dtypes for the first time while a CUDA "
+            "graph is being captured, when nothing can be compiled or copied to the device; call "
+            "it once before the capture"
+        )
+
+
+def is_supported(*tensors: Tensor, scaled: bool = False) -> bool:
+    """Whether kernels exist for these dtypes: floats in any mix, bytes unchanged."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if not dtypes <= TRITON_DTYPES.keys():
+        return False
+    return all(dtype.is_floating_point for dtype in dtypes) or (len(dtypes) == 1 and not scaled)
+
+
+def _devices_differ(name: str, tensors: Sequence[Tensor]) -> str:
+    devices = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
+    return f"{name}: tensors lie on {devices}; move them to one device"
 
 
 def are_aligned(tensors: Sequence[Tensor]) -> bool:
@@ -103,7 +122,7 @@ class FlatKernel:
         warps: int = WARPS,
     ) -> None:
         self.description = Kernel(name, source, destination, steps, True, tile, warps)
-        self._launchers: dict[tuple[int, bool], Launcher] = {}
+        self._launchers: dict[tuple[Any, ...], Launcher] = {}
 
     def __call__(self, numel: int, tensors: Sequence[Tensor], *scalars: float) -> None:
         """Move `numel` elements.
@@ -113,10 +132,14 @@ class FlatKernel:
             scalars: those of the steps, in order.
         """
         device, aligned = tensors[0].get_device(), are_aligned(tensors)
-        launcher = self._launchers.get((device, aligned))
+        if any(tensor.get_device() != device for tensor in tensors):
+            raise ValueError(_devices_differ(self.description.name, tensors))
+        # A compiled kernel trusts that addresses are of the dtypes that it was compiled for.
+        key = (device, aligned, *(tensor.dtype for tensor in tensors))
+        launcher = self._launchers.get(key)
         if launcher is None:
             launcher = Launcher(replace(self.description, aligned=aligned), device)
-            self._launchers[device, aligned] = launcher
+            self._launchers[key] = launcher
         launcher(-(-numel // self.description.tile), tensors, numel, *scalars)
 
 
@@ -162,7 +185,7 @@ def run_rows(
         collect: from the tensors to `flat`, with zeros in its padding; else the other way.
     """
     scalars = () if scale == 1 else (scale,)
-    shapes = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+    shapes = [(t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors]
     aligned = are_aligned((flat, *tensors))
     key = (name, layout, flat.dtype, flat.get_device(), aligned, scale == 1, *shapes)
     plan = _plans.get(key)
@@ -171,6 +194,13 @@ def run_rows(
         plan = _plans[key] = planner.calls()
     for call in plan:
         call(flat, tensors, scalars)
+
+
+def _kept_on(device: torch.device, table: np.ndarray) -> Tensor:
+    """`table` in memory that stays its own. Inductor warms up what it will capture with a memory
+    pool that belongs to the graph; that pool is the calling thread's, so another one allocates."""
+    with ThreadPoolExecutor(max_workers=1) as other:
+        return other.submit(lambda: torch.from_numpy(table).to(device)).result()
 
 
 @cache
@@ -192,12 +222,10 @@ class _Planner:
 
     def calls(self) -> list[_Call]:
         """One launch for up to 64 contiguous tensors of one dtype, one for each other tensor."""
-        if self.flat.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"zgraph_kernels: {self.name} meets these shapes for the first time while a CUDA "
-                "graph is being captured, when nothing can be copied to the device; call it once "
-                "before the capture"
-            )
+        tensors = (self.flat, *self.tensors)
+        if len({tensor.device for tensor in tensors}) > 1:
+            raise ValueError(_devices_differ(self.name, tensors))
+        _refuse_in_capture(self.name, self.flat.get_device())
         calls: list[_Call] = []
         runs: dict[torch.dtype, list[int]] = {}
         for index, tensor in enumerate(self.tensors):
@@ -229,7 +257,7 @@ class _Planner:
         else:
             steps = casts(flat.dtype, dtype, self.scaled)
             kernel = Kernel(self.name, Flat(), Tensors(count), steps, self.aligned)
-        table = torch.from_numpy(tiles).to(flat.device)
+        table = _kept_on(flat.device, tiles)
         return _Call(_launcher(kernel, flat.get_device()), len(tiles), chosen, table, ())
 
     def _strided(self, index: int, dims: tuple[Dim, ...]) -> _Call:
@@ -238,20 +266,23 @@ class _Planner:
         # A tile's other dimension is that along which the source runs, else the next to the last.
         across = min(reversed(outer), key=lambda dim: dim.stride, default=Dim(1, 0, 0))
         outer = [dim for dim in outer if dim is not across]
-        if across.stride < last.stride:
-            height, width = 64, 64
-        else:
-            width = min(1024, 1 << (last.size - 1).bit_length())
-            height = 4096 // width
+        transposed = across.size > 1 and across.stride < last.stride
+        width = min(64 if transposed else 1024, _power_of_two(last.size))
+        height = min(4096 // width, _power_of_two(across.size))
         tensor, rows = self.tensors[index], self.rows
         source = Strided(len(outer), height, width, rows.ranks > 1)
         steps = casts(tensor.dtype, self.flat.dtype, self.scaled)
-        kernel = Kernel(f"{self.name}_strided", source, Flat(), steps, tile=height * width)
-        programs = -(-across.size // height) * -(-last.size // width)
-        programs *= prod(dim.size for dim in outer)
+        kernel = Kernel(f"{self.name}_strided", source, Flat(), steps, self.aligned)
+        down, along = -(-across.size // height), -(-last.size // width)
+        programs = down * along * prod(dim.size for dim in outer)
         order = (*outer, across, last)
-        numbers = [rows.offsets[index], rows.chunks[index], rows.row_numel]
+        numbers = [rows.offsets[index], rows.chunks[index], rows.row_numel, down, along]
         numbers += [dim.size for dim in order] + [dim.stride for dim in order]
         numbers += [dim.place for dim in order[:-1]]
         launcher = Launcher(kernel, self.flat.get_device())
         return _Call(launcher, programs, (index,), None, tuple(numbers))
+
+
+def _power_of_two(size: int) -> int:
+    """The least power of two that is not below `size`."""
+    return 1 << (size - 1).bit_length()

@@ -48,11 +48,11 @@ def triton(
     """`pack` through generated kernels: one for contiguous tensors, up to 64 a launch, and one for
     each of other strides, which it reads as they lie."""
     buffer = tensors[0].new_empty(numel, dtype=dtype)
-    if not is_supported(buffer, *tensors):
+    if not is_supported(buffer, *tensors, scaled=scale != 1):
         return reference(tensors, offsets, numel, dtype, scale)
     scalars = () if scale == 1 else (scale,)
     first = tensors[0]
-    if list(offsets) == [0] and first.numel() == numel and first.is_contiguous():
+    if len(tensors) == 1 and offsets[0] == 0 and first.numel() == numel and first.is_contiguous():
         _cast(first.dtype, dtype, scale != 1)(numel, (first, buffer), *scalars)
     else:
         layout = (tuple(offsets), numel)
@@ -105,6 +105,9 @@ def pack(
         scale: factor for every element, applied in fp32 (in fp64 to fp64) before the cast.
 
     Raises:
-        ValueError: lengths differ, tensors overlap, or one would end outside the buffer.
+        ValueError: there are no tensors, lengths differ, tensors overlap or lie on several devices,
+            or one would end outside the buffer.
     """
+    if not tensors:
+        raise ValueError("pack: no tensors; give at least one")
     return op(tensors, offsets, numel, dtype, scale)

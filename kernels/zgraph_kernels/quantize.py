@@ -46,7 +46,7 @@ def reference(flat: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
 def triton(flat: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
     """`quantize` through one generated kernel."""
     _check(bits, block)
-    if not is_supported(flat):
+    if not is_supported(flat, scaled=True):
         return reference(flat, bits, block)
     result, scales = _fake(flat, bits, block)
     _kernel(flat.dtype, bits, block)(flat.numel(), (flat.contiguous(), result, scales))
@@ -61,6 +61,7 @@ def _kernel(source: torch.dtype, bits: int, block: int) -> FlatKernel:
 
 
 def _fake(flat: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
+    _check(bits, block)
     numel = flat.numel()
     scales = flat.new_empty(-(-numel // block), dtype=torch.float32)
     if bits == 8:
@@ -105,7 +106,7 @@ def dequantize_reference(
     quantized: Tensor, scales: Tensor, numel: int, bits: int, block: int, dtype: torch.dtype
 ) -> Tensor:
     """`dequantize` in plain torch."""
-    _check_sizes(quantized, scales, numel, bits, block)
+    _check_inputs(quantized, scales, numel, bits, block)
     integers = quantized
     if bits == 4:
         low, high = quantized.to(torch.int8) << 4 >> 4, quantized.view(torch.int8) >> 4
@@ -118,7 +119,7 @@ def dequantize_triton(
     quantized: Tensor, scales: Tensor, numel: int, bits: int, block: int, dtype: torch.dtype
 ) -> Tensor:
     """`dequantize` through one generated kernel."""
-    _check_sizes(quantized, scales, numel, bits, block)
+    _check_inputs(quantized, scales, numel, bits, block)
     result = _dequantize_fake(quantized, scales, numel, bits, block, dtype)
     if not is_supported(result):
         return dequantize_reference(quantized, scales, numel, bits, block, dtype)
@@ -133,8 +134,14 @@ def _dequantize_kernel(dtype: torch.dtype, bits: int, block: int) -> FlatKernel:
     return FlatKernel("dequantize", steps, source=Flat(pairs=bits == 4), tile=max(TILE, block))
 
 
-def _check_sizes(quantized: Tensor, scales: Tensor, numel: int, bits: int, block: int) -> None:
+def _check_inputs(quantized: Tensor, scales: Tensor, numel: int, bits: int, block: int) -> None:
     _check(bits, block)
+    dtypes = (torch.int8 if bits == 8 else torch.uint8, torch.float32)
+    if (quantized.dtype, scales.dtype) != dtypes:
+        raise ValueError(
+            f"dequantize: {bits} bits come as {dtypes[0]} with scales of {dtypes[1]}, not as "
+            f"{quantized.dtype} with {scales.dtype}"
+        )
     expected = (numel if bits == 8 else -(-numel // 2), -(-numel // block))
     if (quantized.numel(), scales.numel()) != expected:
         raise ValueError(
@@ -169,6 +176,7 @@ def dequantize(
     """The `numel` numbers, 1-D, that the results of `quantize` stand for.
 
     Raises:
-        ValueError: sizes do not fit one another, or bits or block are none that `quantize` takes.
+        ValueError: sizes or dtypes do not fit one another, or bits or block are none that
+            `quantize` takes.
     """
     return dequantize_op(quantized, scales, numel, bits, block, dtype)

@@ -238,13 +238,38 @@ def accumulate(size: Size, dtype: torch.dtype) -> dict[str, Callable[[], Call]]:
 ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}
 
 
+def _adamw_by_hand(
+    param: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step: Tensor, low: Tensor
+) -> None:
+    """What Inductor can fuse into one kernel."""
+    step.add_(1)
+    mean.lerp_(grad, 0.1)
+    square.mul_(0.999).addcmul_(grad, grad, value=0.001)
+    root = square.sqrt() / (1 - 0.999**step).sqrt() + ADAMW["eps"]
+    param.mul_(1 - ADAMW["lr"] * ADAMW["weight_decay"])
+    param.sub_(ADAMW["lr"] / (1 - 0.9**step) * mean / root)
+    low.copy_(param)
+
+
 def adamw(size: Size) -> dict[str, Callable[[], Call]]:
     numel = size.shard_numel
 
     def zgraph() -> Call:
         param, grad, mean, square = (_random(numel, FP32).abs() for _ in range(4))
         step, low = torch.ones((), device="cuda"), torch.empty(numel, device="cuda", dtype=BF16)
-        return partial(zk.adamw_flat, param, grad, mean, square, step, low, **ADAMW)
+
+        def call() -> None:
+            step.add_(1)
+            zk.adamw_flat(param, grad, mean, square, step, low, **ADAMW)
+
+        return call
+
+    compiled = _compiled(_adamw_by_hand)
+
+    def by_hand() -> Call:
+        buffers = [_random(numel, FP32).abs() for _ in range(4)]
+        step, low = torch.ones((), device="cuda"), torch.empty(numel, device="cuda", dtype=BF16)
+        return partial(compiled, *buffers, step, low)
 
     def optimizer_and_cast(**kind: bool) -> Call:
         param = torch.nn.Parameter(_random(numel, FP32))
@@ -263,6 +288,7 @@ def adamw(size: Size) -> dict[str, Callable[[], Call]]:
     return {
         "zgraph adamw_flat": zgraph,
         "fused AdamW + cast": lambda: optimizer_and_cast(fused=True),
+        "torch.compile(AdamW and cast by hand)": by_hand,
         "foreach AdamW + cast": lambda: optimizer_and_cast(foreach=True),
     }
 

@@ -53,6 +53,33 @@ def test_ten_steps_equal_torchs(device: str, numel: int, in_memory: bool) -> Non
 
 
 @on_each_device
+def test_gradients_steps_and_rates_may_change_dtype_from_call_to_call(device: str) -> None:
+    start = torch.randn(3000, device=device)
+    grad = torch.randn(3000, device=device).half()
+    one, rate = torch.ones((), device=device), torch.tensor(OPTIONS["lr"], device=device)
+    rest = (*OPTIONS["betas"], OPTIONS["eps"], OPTIONS["weight_decay"])
+    expected = torch_adamw(start, [grad])
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        for step, lr in ((one, rate), (one.long(), rate), (one.view(1), rate.double())):
+            for run in (adamw.triton, adamw.reference):
+                param, moments = start.clone(), [torch.zeros_like(start) for _ in range(2)]
+                run(param, grad.to(dtype), *moments, step, None, 0.0, lr, *rest)
+                torch.testing.assert_close(param.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+@on_each_device
+def test_betas_of_zero(device: str) -> None:
+    start, grad = torch.randn(100, device=device), torch.randn(100, device=device)
+    reference, moments = torch.nn.Parameter(start.double()), [torch.zeros_like(start) for _ in "mv"]
+    reference.grad = grad.double()
+    torch.optim.AdamW([reference], lr=0.1, betas=(0.0, 0.0), weight_decay=0.0).step()
+    adamw.triton(
+        start, grad, *moments, torch.ones((), device=device), None, 0.1, None, *[0.0] * 2, 1e-8, 0.0
+    )
+    torch.testing.assert_close(start.double(), reference.detach(), rtol=1e-6, atol=1e-7)
+
+
+@on_each_device
 def test_a_shard_of_low_precision_rounds_at_each_step(device: str) -> None:
     start = torch.randn(2000, device=device).half()
     grads = [torch.randn(2000, device=device).half() for _ in range(3)]
@@ -85,3 +112,7 @@ def test_mistakes_are_named() -> None:
         adamw_flat(param, param, param, param.half(), torch.ones(()), lr=0.1)
     with pytest.raises(ValueError, match="step has 2 elements"):
         adamw_flat(param, param, param, param, torch.ones(2), lr=0.1)
+    with pytest.raises(ValueError, match="lr has 2 elements"):
+        adamw_flat(param, param, param, param, torch.ones(1), lr=torch.ones(2))
+    with pytest.raises(RuntimeError, match="requires grad"):
+        adamw_flat(torch.nn.Parameter(param), param, param, param, torch.ones(1), lr=0.1)

@@ -67,11 +67,14 @@ def strided(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], str]:
     )
 
 
-def build(spec: tuple[tuple[int, ...], tuple[int, ...], str], device: str) -> Tensor:
+def build(
+    spec: tuple[tuple[int, ...], tuple[int, ...], str], device: str, dtype: torch.dtype
+) -> Tensor:
     shape, order, kind = spec
     if kind == "shifted":
-        return torch.randn(math.prod(shape) + 1, device=device)[1:].view(shape).permute(order)
-    tensor = torch.randn(shape, device=device).permute(order)
+        flat = torch.randn(math.prod(shape) + 1, device=device).to(dtype)
+        return flat[1:].view(shape).permute(order)
+    tensor = torch.randn(shape, device=device).to(dtype).permute(order)
     if kind == "every other" and tensor.ndim:
         return tensor[..., ::2]
     return tensor.unsqueeze(-1).expand(*tensor.shape, 3) if kind == "expanded" else tensor
@@ -86,7 +89,7 @@ def test_tensors_of_any_strides_and_gaps_are_packed(device: str, data: st.DataOb
     source = data.draw(st.sampled_from(FLOATS))
     dtype = data.draw(st.sampled_from(ROUNDED[device]))
     scale = data.draw(st.sampled_from([1.0, 0.5, 0.3]))
-    check([build(spec, device).to(source) for spec in specs], gaps, dtype, scale)
+    check([build(spec, device, source) for spec in specs], gaps, dtype, scale)
 
 
 @on_each_device
@@ -141,6 +144,38 @@ def test_dtypes_that_have_no_kernel_take_the_definition(device: str) -> None:
     assert pack.triton([flags], [1], 5, torch.bool).tolist() == [False, True, False, True, False]
 
 
+@on_each_device
+def test_bytes_become_numbers_and_numbers_bytes_as_in_torch(device: str) -> None:
+    counts = torch.arange(-100, 100, device=device).to(torch.int8)
+    check([counts, counts], [0, 1, 0], torch.float32)
+    check([counts.float() * 0.7, counts.half()], [0, 1, 0], torch.int8)
+
+
+@on_each_device
+@pytest.mark.parametrize("scale", [-1.0, float("inf"), float("nan")])
+def test_padding_is_zero_whatever_the_scale(device: str, scale: float) -> None:
+    check(
+        [torch.randn(5, device=device), torch.randn(6, device=device)], [3, 9, 4], torch.half, scale
+    )
+
+
+@on_each_device
+def test_which_tensor_is_unaligned_may_change_from_call_to_call(device: str) -> None:
+    def shifted(by: int, *shape: int) -> Tensor:
+        return torch.randn(math.prod(shape) + by, device=device)[by:].view(shape)
+
+    for first, second in ((0, 1), (1, 0), (0, 0), (3, 4)):
+        check([shifted(first, 64, 80).t(), shifted(second, 4096)], [0, 0, 0], torch.float16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs 1 CUDA device(s)")
+def test_tensors_on_two_devices_are_refused() -> None:
+    tensors = [torch.zeros(3, device="cuda"), torch.zeros(3)]
+    with pytest.raises(ValueError, match="tensors lie on cpu, cuda:0; move them"):
+        pack_op(tensors, [0, 3], 6, torch.float32)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="needs 1 CUDA device(s)")
 def test_buffers_of_more_than_2_to_the_31_elements() -> None:
@@ -161,6 +196,7 @@ def test_buffers_of_more_than_2_to_the_31_elements() -> None:
 @pytest.mark.parametrize(
     ("numels", "offsets", "numel", "says"),
     [
+        ([3, 4], [0], 3, "2 tensors and 1 offsets"),
         ([3, 4], [0], 9, "2 tensors and 1 offsets"),
         ([3, 4], [0, 2], 9, "overlap"),
         ([3, 4], [-1, 2], 9, "negative"),

@@ -104,5 +104,8 @@ def test_mistakes_are_named() -> None:
         quantize_op(values, bits=3)
     with pytest.raises(ValueError, match="block of 48 elements; give a power of two"):
         quantize_op(values, block=48)
+    with pytest.raises(ValueError, match=r"with scales of torch\.float32, not as torch\.int8 with"):
+        integers, scales = quantize_op(values, 8, 16)
+        dequantize_op(integers, scales.half(), 10, bits=8, block=16)
     with pytest.raises(ValueError, match="take 5 integers and 1 scales, not 10 and 1"):
-        dequantize_op(*quantize_op(values, 8, 16), 10, bits=4, block=16)
+        dequantize_op(integers.view(torch.uint8), scales, 10, bits=4, block=16)

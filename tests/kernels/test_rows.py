@@ -104,6 +104,8 @@ def test_a_gathered_buffer_may_start_anywhere(device: str) -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="a buffer of 0 rows"):
         chunk_cat_op([torch.ones(2)], 0, torch.float32)
+    with pytest.raises(ValueError, match="no tensors"):
+        chunk_cat_op([], 2, torch.float32)
     with pytest.raises(ValueError, match="a tensor without dimensions"):
         chunk_cat_op([torch.ones(())], 2, torch.float32)
     with pytest.raises(ValueError, match="have 8 elements, the buffer has 7"):
