@@ -34,7 +34,8 @@ def triton(into: Tensor, value: Tensor, scale: float = 1.0) -> None:
 
 @cache
 def _kernel(value: torch.dtype, into: torch.dtype, scaled: bool) -> FlatKernel:
-    return FlatKernel("accumulate", (*casts(value, into, scaled), Accumulate()))
+    # Two buffers are read: half as many elements of each in flight.
+    return FlatKernel("accumulate", (*casts(value, into, scaled), Accumulate()), tile=1024)
 
 
 def _check(into: Tensor, value: Tensor) -> None:

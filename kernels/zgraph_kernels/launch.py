@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zgraph_kernels.generate import (
     MOST_ADDRESSES,
+    NARROWING_TILE,
     TILE,
     WARPS,
     Flat,
@@ -31,7 +32,8 @@ from zgraph_kernels.generate import (
 from zgraph_kernels.layout import Dim, Rows, collapsed
 from zgraph_kernels.steps import TRITON_DTYPES, Cast, Scale, Step
 
-_NO_TILES = np.empty((0, 4), np.int64)
+_MANY = 2**24
+"""Elements from which on a GPU has enough large tiles for all its multiprocessors."""
 
 
 class Launcher:
@@ -234,31 +236,33 @@ class _Planner:
                 calls.append(self._strided(index, dims))
             elif tensor.numel():
                 runs.setdefault(tensor.dtype, []).append(index)
-        padding = self.rows.padding(TILE) if self.collect else _NO_TILES
-        if len(padding) and not runs:
+        padded = not self.collect
+        if not runs and not padded:
             runs[self.tensors[0].dtype] = []
         for dtype, members in runs.items():
             for start in range(0, len(members) or 1, MOST_ADDRESSES):
                 some = members[start : start + MOST_ADDRESSES]
-                tiles = np.concatenate([self.rows.tiles(some, TILE), padding])
-                padding = _NO_TILES
-                calls.append(self._linear(dtype, some or [0], tiles))
+                calls.append(self._linear(dtype, some, pads=not padded))
+                padded = True
         return calls
 
-    def _linear(self, dtype: torch.dtype, members: Sequence[int], tiles: np.ndarray) -> _Call:
-        """One launch for contiguous tensors of one dtype."""
+    def _linear(self, dtype: torch.dtype, members: Sequence[int], pads: bool) -> _Call:
+        """One launch for contiguous tensors of one dtype, and for all padding if it `pads`."""
+        source, to = (dtype, self.flat.dtype) if self.collect else (self.flat.dtype, dtype)
+        narrows = source.itemsize > to.itemsize and self.rows.numel >= _MANY
+        tile = NARROWING_TILE if narrows else TILE
+        tiles = self.rows.tiles(members, tile)
+        if pads:
+            tiles = np.concatenate([tiles, self.rows.padding(tile)])
+        members = members or [0]
         count = next(count for count in (1, 4, 16, MOST_ADDRESSES) if len(members) <= count)
         # A kernel for 16 addresses serves fewer tensors too: the last is repeated.
         chosen = (*members, *[members[-1]] * (count - len(members)))
-        flat = self.flat
-        if self.collect:
-            steps = casts(dtype, flat.dtype, self.scaled)
-            kernel = Kernel(self.name, Tensors(count), Flat(), steps, self.aligned)
-        else:
-            steps = casts(flat.dtype, dtype, self.scaled)
-            kernel = Kernel(self.name, Flat(), Tensors(count), steps, self.aligned)
-        table = _kept_on(flat.device, tiles)
-        return _Call(_launcher(kernel, flat.get_device()), len(tiles), chosen, table, ())
+        places = (Tensors(count), Flat()) if self.collect else (Flat(), Tensors(count))
+        steps = casts(source, to, self.scaled)
+        kernel = Kernel(self.name, *places, steps, self.aligned, tile)
+        launcher = _launcher(kernel, self.flat.get_device())
+        return _Call(launcher, len(tiles), chosen, _kept_on(self.flat.device, tiles), ())
 
     def _strided(self, index: int, dims: tuple[Dim, ...]) -> _Call:
         """One launch for one tensor that is not contiguous."""

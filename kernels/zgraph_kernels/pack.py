@@ -10,6 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from zgraph_kernels.generate import NARROWING_TILE
 from zgraph_kernels.launch import FlatKernel, casts, is_supported, run_rows
 from zgraph_kernels.layout import Rows, packed
 from zgraph_kernels.library import define
@@ -62,7 +63,10 @@ def triton(
 
 @cache
 def _cast(source: torch.dtype, dtype: torch.dtype, scaled: bool) -> FlatKernel:
-    return FlatKernel("cast", casts(source, dtype, scaled))
+    steps = casts(source, dtype, scaled)
+    if source.itemsize > dtype.itemsize:
+        return FlatKernel("cast", steps, tile=NARROWING_TILE, warps=8)
+    return FlatKernel("cast", steps)
 
 
 def _rows(tensors: Sequence[Tensor], offsets: Sequence[int], numel: int) -> Rows:

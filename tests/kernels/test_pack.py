@@ -178,6 +178,14 @@ def test_tensors_on_two_devices_are_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="needs 1 CUDA device(s)")
+def test_large_tensors_that_become_narrower_go_in_larger_tiles() -> None:
+    tensors = [torch.randn(size, device="cuda") for size in (2**23 + 5, 2**23 + 4096, 9)]
+    check(tensors, [0, 3, 0, 7], torch.bfloat16)
+    check(tensors[:1], [0, 0], torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs 1 CUDA device(s)")
 def test_buffers_of_more_than_2_to_the_31_elements() -> None:
     numel = 2**31 + 5000
     source = torch.arange(numel, device="cuda", dtype=torch.int32).to(torch.int8)
