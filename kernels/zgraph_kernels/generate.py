@@ -32,10 +32,6 @@ TILE, WARPS = 2048, 4
 """Elements and warps of a program, unless a kernel says otherwise: 16 elements a thread are enough
 loads in flight on Hopper, and larger tiles lose a few percent (kernels/README.md)."""
 
-NARROWING_TILE = 8192
-"""Elements of a program that reads more bytes than it writes: there larger tiles win one percent,
-where there are enough of them."""
-
 
 @dataclass(frozen=True)
 class Flat:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from zgraph_kernels.generate import (
     MOST_ADDRESSES,
-    NARROWING_TILE,
     TILE,
     WARPS,
     Flat,
@@ -31,9 +30,6 @@ from zgraph_kernels.generate import (
 )
 from zgraph_kernels.layout import Dim, Rows, collapsed
 from zgraph_kernels.steps import TRITON_DTYPES, Cast, Scale, Step
-
-_MANY = 2**24
-"""Elements from which on a GPU has enough large tiles for all its multiprocessors."""
 
 
 class Launcher:
@@ -249,18 +245,16 @@ class _Planner:
     def _linear(self, dtype: torch.dtype, members: Sequence[int], pads: bool) -> _Call:
         """One launch for contiguous tensors of one dtype, and for all padding if it `pads`."""
         source, to = (dtype, self.flat.dtype) if self.collect else (self.flat.dtype, dtype)
-        narrows = source.itemsize > to.itemsize and self.rows.numel >= _MANY
-        tile = NARROWING_TILE if narrows else TILE
-        tiles = self.rows.tiles(members, tile)
+        tiles = self.rows.tiles(members, TILE)
         if pads:
-            tiles = np.concatenate([tiles, self.rows.padding(tile)])
+            tiles = np.concatenate([tiles, self.rows.padding(TILE)])
         members = members or [0]
         count = next(count for count in (1, 4, 16, MOST_ADDRESSES) if len(members) <= count)
         # A kernel for 16 addresses serves fewer tensors too: the last is repeated.
         chosen = (*members, *[members[-1]] * (count - len(members)))
         places = (Tensors(count), Flat()) if self.collect else (Flat(), Tensors(count))
         steps = casts(source, to, self.scaled)
-        kernel = Kernel(self.name, *places, steps, self.aligned, tile)
+        kernel = Kernel(self.name, *places, steps, self.aligned)
         launcher = _launcher(kernel, self.flat.get_device())
         return _Call(launcher, len(tiles), chosen, _kept_on(self.flat.device, tiles), ())
 
