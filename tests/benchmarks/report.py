@@ -145,8 +145,9 @@ def draw(results: dict[str, Any], size: tuple[str, int] = ("8B", 2)) -> None:
         heights = [100 * figure.of_copy_bandwidth for figure in row]
         colors = ["#c2410c" if figure.is_ours else "#94a3b8" for figure in row]
         bars = axis.barh(names, heights, color=colors, height=0.72)
-        axis.bar_label(bars, fmt="%.0f %%", padding=3, fontsize=8)
-        axis.axvline(100, color="#334155", linewidth=1, linestyle="--")
+        axis.axvline(100, color="#334155", linewidth=1, linestyle="--", zorder=3)
+        free = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+        axis.bar_label(bars, fmt="%.0f %%", padding=4, fontsize=8, bbox=free, zorder=4)
         axis.set_title(task, loc="left", fontsize=9, fontweight="bold", pad=3)
         axis.tick_params(labelsize=8)
         axis.invert_yaxis()
