@@ -20,7 +20,9 @@ Backend = Literal["inductor", "aot_eager"]
 Prepare = Callable[[Llama, DeviceMesh], nn.Module]
 
 
-def with_zgraph(model: Llama, mesh: DeviceMesh, backend: Backend) -> nn.Module:
+def with_zgraph(
+    model: Llama, mesh: DeviceMesh, backend: Backend, kernels: str | None = None
+) -> nn.Module:
     """The whole model captured as graphs; each gather starts one unit ahead of its use."""
     return zg.compile(
         model,
@@ -33,6 +35,7 @@ def with_zgraph(model: Llama, mesh: DeviceMesh, backend: Backend) -> nn.Module:
         ],
         mesh=mesh,
         backend=backend,
+        options={"kernels": kernels} if kernels else None,
     )
 
 
@@ -51,6 +54,7 @@ def variants(zgraph_backend: Backend) -> dict[str, Prepare]:
     """Every way by its name on the command line."""
     return {
         "zgraph": partial(with_zgraph, backend=zgraph_backend),
+        "zgraph_torch_kernels": partial(with_zgraph, backend=zgraph_backend, kernels="torch"),
         "fsdp2_compile": partial(with_fsdp2, compile_blocks=True),
         "fsdp2": partial(with_fsdp2, compile_blocks=False),
     }
