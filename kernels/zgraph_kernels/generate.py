@@ -3,7 +3,7 @@
 A description says from where to where elements move and what happens to them on the way. Its source
 is made of three parts: *where* (which tile this program moves), *load, steps, store* for a full
 tile, and the same once more for a partial one, under masks. A full, aligned tile needs no mask, so
-it moves in vectors of 16 bytes. No size stands in the text, so that one function serves every
+it moves in vectors of 16 bytes. No shape stands in the text, so that one function serves every
 shape; but a tensor that is not contiguous gets its own, compiled for its strides.
 
     print(Kernel("pack", Tensors(4), Flat(), (Cast(torch.float32, torch.bfloat16),)).text)

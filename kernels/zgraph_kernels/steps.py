@@ -11,7 +11,6 @@ of Triton. Names that the lines may use:
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -29,24 +28,24 @@ SMALLEST_SCALE = 2.0**-126
 """The smallest scale of a quantised block, fp32's smallest normal number: its inverse is finite."""
 
 
-class Step(Protocol):
+class Step:
     """One link of a kernel's chain."""
 
     def operands(self) -> tuple[str, ...]:
         """Tensors that the step adds to the kernel's parameters."""
-        ...
+        return ()
 
     def scalars(self) -> tuple[str, ...]:
         """Numbers that it adds, each with its Triton type where that is not fp32."""
-        ...
+        return ()
 
     def lines(self, tile: int) -> list[str]:
         """The step's statements."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Cast:
+class Cast(Step):
     """Round to another dtype, to nearest, ties to even, as `Tensor.to`.
 
     From fp64 to 16 bits torch goes by way of fp32, which rounds twice; so does this.
@@ -54,12 +53,6 @@ class Cast:
 
     source: torch.dtype
     to: torch.dtype
-
-    def operands(self) -> tuple[str, ...]:
-        return ()
-
-    def scalars(self) -> tuple[str, ...]:
-        return ()
 
     def lines(self, tile: int) -> list[str]:
         if self.source == self.to:
@@ -71,13 +64,10 @@ class Cast:
 
 
 @dataclass(frozen=True)
-class Scale:
+class Scale(Step):
     """Multiply by a number given at launch, in fp32, or in fp64 if the elements are."""
 
     source: torch.dtype
-
-    def operands(self) -> tuple[str, ...]:
-        return ()
 
     def scalars(self) -> tuple[str, ...]:
         return ("scale: 'fp64'",) if self.source == torch.float64 else ("scale",)
@@ -89,21 +79,15 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Accumulate:
+class Accumulate(Step):
     """Add to what the destination holds."""
-
-    def operands(self) -> tuple[str, ...]:
-        return ()
-
-    def scalars(self) -> tuple[str, ...]:
-        return ()
 
     def lines(self, tile: int) -> list[str]:
         return ["x = tl.load(destination + index{mask}) + x"]
 
 
 @dataclass(frozen=True)
-class Quantize:
+class Quantize(Step):
     """Symmetric integers of `bits` bits, with one fp32 scale for every `block` elements.
 
     scale = max(|x|) / (2^(bits-1) - 1) over the block, at least `SMALLEST_SCALE`; the integer is
@@ -115,9 +99,6 @@ class Quantize:
 
     def operands(self) -> tuple[str, ...]:
         return ("scales",)
-
-    def scalars(self) -> tuple[str, ...]:
-        return ()
 
     def lines(self, tile: int) -> list[str]:
         blocks, most = tile // self.block, 2 ** (self.bits - 1) - 1
@@ -141,16 +122,13 @@ class Quantize:
 
 
 @dataclass(frozen=True)
-class Dequantize:
+class Dequantize(Step):
     """The numbers that `Quantize` stands for: integer times scale, in fp32."""
 
     block: int
 
     def operands(self) -> tuple[str, ...]:
         return ("scales",)
-
-    def scalars(self) -> tuple[str, ...]:
-        return ()
 
     def lines(self, tile: int) -> list[str]:
         blocks = tile // self.block
@@ -163,7 +141,7 @@ class Dequantize:
 
 
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(Step):
     """The AdamW step: x comes as the gradient and leaves as the parameter.
 
     Decoupled weight decay as in Loshchilov and Hutter, arXiv:1711.05101, algorithm 2, with
