@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,8 @@ def compile(
         backend: "inductor", "aot_eager", or "auto" for Inductor where its compilers are at hand.
         fullgraph, dynamic: as in `torch.compile`.
         options: {"kernels": "triton"}, the default on CUDA, casts and packs through zgraph's own
-            kernels; {"kernels": "torch"} leaves that to torch and Inductor, for comparison.
+            kernels; {"kernels": "torch"} leaves that to torch and Inductor, for comparison. It is
+            about captured graphs: what runs outside them uses the kernels in any case.
 
     Returns:
         The same module. Build optimizers from its parameters now, not before.
@@ -214,8 +216,11 @@ def compiled_call(
         return model._call_impl(*args, **kwargs)
 
     # Dynamo keeps compiled graphs with the code that they were captured from. This code is the
-    # model's own, so they go when the model goes, and models do not share a recompile limit.
-    own = FunctionType(call.__code__.replace(), globals(), "call", None, call.__closure__)
+    # model's own, so they go when the model goes, and models do not share a recompile limit. So is
+    # its name, under which Dynamo remembers the sizes that it met: else a second model, called with
+    # another batch size than the first, would be traced for sizes unknown.
+    code = call.__code__.replace(co_name=f"call_{uuid4().hex[:12]}")
+    own = FunctionType(code, globals(), "call", None, call.__closure__)
     compiled = torch.compile(own, backend=capture, fullgraph=fullgraph, dynamic=dynamic)
     limit = 8 * (2 + len(capture.plan.units))
 

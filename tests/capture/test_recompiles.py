@@ -105,6 +105,21 @@ def test_two_models_of_one_class_have_graphs_of_their_own() -> None:
     assert run_ranks(captures_of_two_models, 2)[0] == [step, step]
 
 
+def texts_of_models_with_other_batches() -> list[str]:
+    """On a rank: the forward of two models of one class, each called with its own batch size."""
+    texts = []
+    for rows in (2, 3):
+        model = compiled(small_tower, (zg.Partition(), BY_CLASS))
+        model(tokens(rows)).square().mean().backward()
+        texts.append(zg.inspect(model).graphs("forward")[0].text)
+    return texts
+
+
+def test_a_models_sizes_do_not_make_another_models_dynamic() -> None:
+    for text in run_ranks(texts_of_models_with_other_batches, 2)[0]:
+        assert not re.search(r"\bs\d+\b", text)
+
+
 @pytest.mark.parametrize("make", [tower, tied_tower])
 def test_graphs_hold_no_ids_or_addresses(make: Callable[[], nn.Module]) -> None:
     passes = (BY_CLASS, zg.Persist(16), zg.Prefetch(1))

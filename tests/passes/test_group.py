@@ -13,6 +13,7 @@ from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_po
 import zgraph as zg
 from tests.passes.toys import Block, Tower, members, planned
 from zgraph.passes import Pass
+from zgraph.plan import ModulePlan
 
 HEAD = ("norm.weight", "norm.bias", "head.weight")
 
@@ -55,6 +56,36 @@ def test_by_class_makes_each_module_of_the_class_a_unit() -> None:
     found = members(planned(Tower(), zg.Group.by_class(Block)))
     blocks = {f"layers.{i}": block_parameters(i) for i in range(4)}
     assert found == {"embed": ("embed.weight",), **blocks, "norm..head": HEAD}
+
+
+def test_by_policy_makes_each_chosen_module_a_unit() -> None:
+    policy = zg.Group.by_policy(lambda module: module.name in ("layers.1", "layers.3"))
+    assert members(planned(Tower(), policy)) == members(
+        planned(Tower(), zg.Group.by_name(["layers.1", "layers.3"]))
+    )
+
+
+def test_by_policy_gives_parameters_to_the_innermost_module_as_by_class_does() -> None:
+    model = nn.Sequential(Mixture(), Mixture())
+    policy = zg.Group.by_policy(lambda m: m.classes[0].rsplit(".", 1)[-1] in ("Mixture", "Expert"))
+    assert members(planned(model, policy)) == members(
+        planned(model, zg.Group.by_class(Mixture, Expert))
+    )
+
+
+def test_by_policy_prints_alike_in_every_process() -> None:
+    def is_head(module: ModulePlan) -> bool:
+        return module.name == "head"
+
+    assert str(zg.Group.by_policy(is_head)).endswith("is_head}")
+    assert " at 0x" not in str(zg.Group.by_policy(partial(is_head)))
+
+
+def test_by_policy_says_when_it_chooses_nothing_or_is_no_function() -> None:
+    with pytest.raises(zg.PassError, match="true for no module with parameters"):
+        planned(Tower(), zg.Group.by_policy(lambda module: False))
+    with pytest.raises(zg.PassError, match="expected a function of a ModulePlan"):
+        zg.Group.by_policy("Block")  # type: ignore[arg-type]
 
 
 def test_by_class_takes_a_name_for_a_class() -> None:

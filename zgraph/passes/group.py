@@ -7,7 +7,7 @@ the plan is finished. Without any group pass, `Group.auto()` is used.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -46,6 +46,17 @@ class Group:
         are never units. Raises `PassError` unless `min_numel` is a positive integer.
         """
         return GroupByNumel(min_numel)
+
+    @staticmethod
+    def by_policy(policy: Callable[[ModulePlan], bool]) -> "GroupByPolicy":
+        """Each module for which `policy` is true is a unit, as by FSDP's `CustomPolicy`.
+
+        A parameter belongs to the innermost such module around it. The policy sees the module as
+        the plan describes it: `name`, `classes`, `parameters`, `is_list`. It must answer alike on
+        every rank, and be a function with a name or a lambda: that is how the pass is printed.
+        Raises `PassError` if it is true for no module with parameters, or is no function.
+        """
+        return GroupByPolicy(policy)
 
     @staticmethod
     def whole() -> "GroupWhole":
@@ -174,6 +185,31 @@ class GroupByNumel(_GroupPass):
             total = sum(left.values())
             raise PassError(f"{self} forms no unit: the model has {total:,} parameters in all")
         return units
+
+
+@dataclass(frozen=True)
+class GroupByPolicy(_GroupPass):
+    """See `Group.by_policy`."""
+
+    name: ClassVar[str] = "group_by_policy"
+    policy: Callable[[ModulePlan], bool]
+
+    def __post_init__(self) -> None:
+        if not callable(self.policy):
+            raise PassError(
+                f"Group.by_policy({self.policy!r}): expected a function of a ModulePlan, such as "
+                'lambda module: module.name.endswith("mlp")'
+            )
+
+    def __str__(self) -> str:
+        function = getattr(self.policy, "__qualname__", type(self.policy).__qualname__)
+        return f"{self.name}{{policy={function}}}"
+
+    def units(self, plan: Plan) -> list[Unit]:
+        found = _innermost_units(plan, [m.name for m in plan.modules if self.policy(m)])
+        if not found:
+            raise PassError(f"{self} is true for no module with parameters")
+        return found
 
 
 @dataclass(frozen=True)
